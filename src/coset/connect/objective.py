@@ -1,0 +1,144 @@
+"""Loss and accuracy of a model on data: what barriers measure and what training lowers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coset.architecture import Architecture, Classifier, LanguageModel, Patches, StreamOutput, Tokens
+from coset.errors import CosetError
+from coset.parameters import Parameters
+from coset.transformer import forward
+
+IGNORED = -100
+"""Target of a position that counts neither in the loss nor in the accuracy."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean cross-entropy (nats) and accuracy over all targets that are not :data:`IGNORED`."""
+
+    loss: float
+    accuracy: float
+
+
+def check_data(architecture: Architecture, inputs: Tensor, targets: Tensor | None, owner: str = "data") -> None:
+    """Raise unless `inputs` and `targets` are what `architecture` reads and predicts.
+
+    Parameters
+    ----------
+    inputs
+        Token ids [n, length] (int64), or patches [n, patches, features] (floating point).
+    targets
+        Classifier: classes [n]. Language model: token ids [n, length] scored position by position, or None for the next
+        token (causal models only). Targets of -100 are left out.
+
+    Raises
+    ------
+    CosetError
+        With expected and got, if shapes, dtypes or ranges disagree, if there is nothing to score, or if the architecture
+        has no head.
+    """
+    if isinstance(architecture.outputs, StreamOutput):
+        raise CosetError(f"{owner}: a model without a head has no loss; expected a language model or a classifier")
+    _check_inputs(architecture, inputs, owner)
+    if isinstance(architecture.outputs, Classifier):
+        classes, shape = architecture.outputs.classes, tuple(inputs.shape[:1])
+        if targets is None:
+            raise CosetError(f"{owner}: a classifier needs targets, one class for each of {len(inputs)} inputs; got none")
+    else:
+        classes, shape = _vocabulary(architecture), tuple(inputs.shape)
+        if targets is None:
+            if not architecture.causal:
+                raise CosetError(
+                    f"{owner}: a bidirectional language model sees the next token, so it needs targets "
+                    f"(masked positions; {IGNORED} elsewhere); got none"
+                )
+            if inputs.shape[1] < 2:
+                raise CosetError(f"{owner}: next-token targets need sequences of at least 2 tokens, got {inputs.shape[1]}")
+            return
+    if targets.dtype != torch.int64 or tuple(targets.shape) != shape:
+        raise CosetError(f"{owner}: targets must be int64 of shape {list(shape)}, got {targets.dtype} of shape {list(targets.shape)}")
+    scored = targets[targets != IGNORED]
+    if scored.numel() == 0:
+        raise CosetError(f"{owner}: every target is {IGNORED}; there is nothing to score")
+    if int(scored.min()) < 0 or int(scored.max()) >= classes:
+        raise CosetError(f"{owner}: targets must lie in 0..{classes - 1}, got {int(scored.min())}..{int(scored.max())}")
+
+
+def _vocabulary(architecture: Architecture) -> int:
+    assert isinstance(architecture.inputs, Tokens)
+    return architecture.inputs.vocabulary
+
+
+def _check_inputs(architecture: Architecture, inputs: Tensor, owner: str) -> None:
+    if inputs.numel() == 0:
+        raise CosetError(f"{owner}: inputs are empty, shape {list(inputs.shape)}")
+    if isinstance(architecture.inputs, Patches):
+        # A class token is made by the model, so it is no row of the input.
+        rows, features = architecture.inputs.count - architecture.inputs.class_token, architecture.inputs.features
+        if inputs.dim() != 3 or tuple(inputs.shape[1:]) != (rows, features) or not inputs.is_floating_point():
+            raise CosetError(
+                f"{owner}: inputs must be floating point of shape [n, patches={rows}, features={features}], "
+                f"got {inputs.dtype} of shape {list(inputs.shape)}"
+            )
+        if not bool(torch.isfinite(inputs).all()):
+            raise CosetError(f"{owner}: inputs hold NaN or infinity")
+        return
+    if inputs.dim() != 2 or inputs.dtype != torch.int64:
+        raise CosetError(f"{owner}: inputs must be int64 token ids of shape [n, length], got {inputs.dtype} of shape {list(inputs.shape)}")
+    vocabulary = _vocabulary(architecture)
+    if int(inputs.min()) < 0 or int(inputs.max()) >= vocabulary:
+        raise CosetError(f"{owner}: token ids must lie in 0..{vocabulary - 1}, got {int(inputs.min())}..{int(inputs.max())}")
+
+
+def predictions(architecture: Architecture, outputs: Tensor, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [m, classes] and the labels [m] they are scored against, one row a prediction; without targets the next token."""
+    if isinstance(architecture.outputs, LanguageModel) and targets is None:
+        outputs, labels = outputs[:, :-1], inputs[:, 1:]
+    else:
+        assert targets is not None
+        labels = targets
+    return outputs.flatten(0, -2), labels.flatten()
+
+
+def score(
+    architecture: Architecture,
+    parameters: Parameters,
+    inputs: Tensor,
+    targets: Tensor | None = None,
+    *,
+    batch: int = 512,
+) -> Score:
+    """Mean cross-entropy and accuracy of one model; see :func:`check_data` for shapes and errors.
+
+    Sums run in float64 over batches of `batch` inputs, so the result hardly depends on the batch.
+    """
+    check_data(architecture, inputs, targets)
+    return accumulate(architecture, lambda x: forward(architecture, parameters, x), inputs, targets, batch)
+
+
+def accumulate(
+    architecture: Architecture,
+    model: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor | None,
+    batch: int,
+) -> Score:
+    """Score `model`, any function from inputs to outputs, on data that has been checked."""
+    loss, hits, count = 0.0, 0, 0
+    with torch.no_grad():
+        for start in range(0, len(inputs), batch):
+            part = inputs[start : start + batch]
+            aims = None if targets is None else targets[start : start + batch]
+            outputs, labels = predictions(architecture, model(part), part, aims)
+            logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+            loss += float(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").double())
+            scored = labels != IGNORED
+            hits += int((logits.argmax(-1) == labels)[scored].sum())
+            count += int(scored.sum())
+    return Score(loss / count, hits / count)

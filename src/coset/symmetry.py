@@ -1,0 +1,571 @@
+"""The theorems: from an architecture to its functional-equivalence group, space by space, with dimensions.
+
+The positional encoding enters in one place, :func:`qk_group`: it decides which changes of basis of a head's queries and keys are left.
+Everything else follows from how the pieces of a Transformer read from and write to the residual stream. `docs/theory.md` states each rule;
+`coset certify` checks the dimensions against the numerical rank of the Jacobian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coset.architecture import (
+    MLP,
+    Alibi,
+    Architecture,
+    Attention,
+    Classifier,
+    Experts,
+    LanguageModel,
+    Layer,
+    LearnedPositions,
+    Norm,
+    Patches,
+    RelativeBias,
+    Rotary,
+    Sinusoidal,
+    StreamOutput,
+    Tokens,
+)
+from coset.groups import (
+    GeneralLinear,
+    Group,
+    Monomial,
+    Orthogonal,
+    Permutation,
+    Product,
+    RotaryCommutant,
+    Scaling,
+    Wreath,
+    finite_order,
+    heads,
+)
+from coset.parameters import count, readers, tensors
+from coset.transformer import sinusoidal_table
+
+# --- groups on the spaces -------------------------------------------------------------------------------------------
+
+
+def qk_group(attention: Attention) -> Group:
+    """What may change the basis of a KV head's queries and keys: the commutant of the rotations; signs only under QK-norm.
+
+    With QK-norm and gains of their own on every lane, a change of basis must keep the RMS and the gains: a sign on every plane.
+    """
+    if attention.qk_norm is not None:
+        return Scaling(attention.head_dim, "sign", (*attention.planes, *((lane,) for lane in attention.still_lanes)))
+    if not attention.planes:
+        return GeneralLinear(attention.head_dim)
+    return RotaryCommutant(attention.head_dim, attention.planes, attention.plane_frequencies)
+
+
+def head_group(attention: Attention) -> Wreath:
+    """Permutations of heads and changes of basis inside them: ``(S_group × QK × GL(d_v)) ≀ S_kv``.
+
+    ALiBi pins the order of heads whose slopes differ.
+    """
+    classes = query_classes = None
+    if isinstance(attention.positions, Alibi):
+        slopes = attention.positions.slopes
+        if attention.group == 1:
+            classes = tuple(slopes.index(s) for s in slopes)
+        else:
+            classes, query_classes = tuple(range(attention.kv_heads)), tuple(range(attention.group))
+    return heads(
+        attention.kv_heads,
+        attention.group,
+        qk_group(attention),
+        GeneralLinear(attention.value_dim),
+        classes=classes,
+        query_classes=query_classes,
+    )
+
+
+def neuron_group(mlp: MLP) -> Group:
+    """Permutations of the neurons, with the scales that the activation lets through."""
+    if mlp.gated:
+        return Monomial(mlp.width, "nonzero")
+    if mlp.activation == "relu":
+        return Monomial(mlp.width, "positive")
+    if mlp.activation == "tanh":
+        return Monomial(mlp.width, "sign")
+    return Permutation(mlp.width)
+
+
+def mlp_group(mlp: MLP | Experts) -> Group:
+    """The neurons' group; for a mixture of experts its wreath product with the permutations of the experts."""
+    return Wreath(neuron_group(mlp.mlp), mlp.count) if isinstance(mlp, Experts) else neuron_group(mlp)
+
+
+def _stream_norms(architecture: Architecture) -> Iterator[tuple[Norm, bool]]:
+    """Every norm on the stream, and whether its gain can be folded into linear maps that read it."""
+    if architecture.embedding_norm.kind != "none":
+        yield architecture.embedding_norm, False
+    for layer in architecture.layers:
+        for norm in (layer.attention_norm, layer.mlp_norm):
+            if norm is not None and norm.kind != "none":
+                yield norm, layer.arrangement == "pre"
+    if architecture.final_norm.kind != "none":
+        yield architecture.final_norm, not architecture.tied and not isinstance(architecture.outputs, StreamOutput)
+
+
+def fixed_rows(architecture: Architecture) -> Tensor | None:
+    """Orthonormal rows [k, width] of the stream that no rotation may move: LayerNorm's **1**, and the rows of a fixed position table."""
+    d = architecture.width
+    rows = []
+    if any(norm.kind == "layer" for norm, _ in _stream_norms(architecture)):
+        rows.append(torch.ones(1, d, dtype=torch.float64) / math.sqrt(d))
+    if isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored:
+        if architecture.positions.count >= d:
+            return torch.eye(d, dtype=torch.float64)
+        rows.append(sinusoidal_table(architecture.positions, d))
+    if not rows:
+        return None
+    return torch.linalg.qr(torch.cat(rows).mT)[0].mT if sum(map(len, rows)) < d else torch.eye(d, dtype=torch.float64)
+
+
+def stream_group(architecture: Architecture) -> Group | None:
+    """What may act on the residual stream once every gain that can be folded is folded; None where the stream is pinned.
+
+    No norm: GL(d), or O(d) when the unembedding is tied. RMSNorm: O(d). LayerNorm: O(d - 1) on the complement of **1**. A gain that cannot be folded
+    (tied unembedding, post-norm) leaves signed permutations, or under LayerNorm permutations with one global sign. A fixed
+    position table leaves only what fixes its rows; a model without a head outputs the stream and pins it.
+    """
+    if isinstance(architecture.outputs, StreamOutput):
+        return None
+    d = architecture.width
+    found = list(_stream_norms(architecture))
+    rows = fixed_rows(architecture)
+    table = isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored
+    if any(norm.has_gain and not foldable for norm, foldable in found):
+        if table:
+            return None
+        layer = any(norm.kind == "layer" for norm, _ in found)
+        return Monomial(d, "global sign" if layer else "sign")
+    if rows is not None and len(rows) == d:
+        return None
+    if not found and not architecture.tied:
+        return GeneralLinear(d, rows)
+    return Orthogonal(d, rows)
+
+
+# --- the account ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the account: a space, the group on it, how many copies act, their total dimension, and why."""
+
+    space: str
+    group: str
+    copies: int
+    dimension: int
+    why: str
+
+
+@dataclass(frozen=True)
+class LayerAccount:
+    """What one layer leaves free. `order` is the number of head permutations; `shifts` are those of attention alone."""
+
+    heads: Entry
+    order: int
+    qk: Entry
+    vo: Entry
+    shifts: tuple[Entry, ...]
+    neurons: Entry
+    gains: Entry
+
+    @property
+    def attention_dimension(self) -> int:
+        return self.qk.dimension + self.vo.dimension + sum(s.dimension for s in self.shifts)
+
+    @property
+    def dimension(self) -> int:
+        return self.attention_dimension + self.neurons.dimension + self.gains.dimension
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """The symmetry group of an architecture and its account.
+
+    Attributes
+    ----------
+    architecture
+        As given.
+    layers, stream, gains, shifts
+        The account: per layer, of the residual stream, of the final norm's gain, and of the shifts outside attention.
+    notes
+        Caveats in words, such as a gauge that is exact only for a norm without epsilon.
+    """
+
+    architecture: Architecture
+    layers: tuple[LayerAccount, ...]
+    stream: Entry
+    gains: Entry
+    shifts: tuple[Entry, ...]
+    notes: tuple[str, ...]
+
+    @cached_property
+    def group(self) -> Product:
+        """The group that acts on the normal form, one factor a space: ``stream``, ``layers.i.heads``, ``layers.i.neurons``."""
+        return group(self.architecture)
+
+    @property
+    def attention_dimension(self) -> int:
+        """QK + VO + attention's own shifts, over all layers."""
+        return sum(layer.attention_dimension for layer in self.layers)
+
+    @property
+    def total_dimension(self) -> int:
+        """Dimension of the whole group: the nullity of the Jacobian of (parameters -> function) at a generic point."""
+        rest = self.stream.dimension + self.gains.dimension + sum(s.dimension for s in self.shifts)
+        return sum(layer.dimension for layer in self.layers) + rest
+
+    def to_json(self) -> dict[str, Any]:
+        """The account as plain data, with the keys that scripts rely on."""
+
+        def plain(entry: Entry) -> dict[str, Any]:
+            return {"group": entry.group, "copies": entry.copies, "dimension": entry.dimension, "why": entry.why}
+
+        def shifts(entries: tuple[Entry, ...]) -> dict[str, Any]:
+            return {
+                "dimension": sum(s.dimension for s in entries),
+                "which": [{"name": s.space, "dimension": s.dimension, "why": s.why} for s in entries],
+            }
+
+        return {
+            "layers": [
+                {
+                    "heads": {"group": layer.heads.group, "order": layer.order},
+                    "qk": plain(layer.qk),
+                    "vo": plain(layer.vo),
+                    "shifts": shifts(layer.shifts),
+                    "neurons": plain(layer.neurons),
+                    "gains": {"dimension": layer.gains.dimension},
+                }
+                for layer in self.layers
+            ],
+            "stream": plain(self.stream),
+            "gains": {"dimension": self.gains.dimension},
+            "shifts": shifts(self.shifts),
+            "attention_dimension": self.attention_dimension,
+            "total_dimension": self.total_dimension,
+            "parameters": count(self.architecture),
+            "notes": list(self.notes),
+        }
+
+
+def group(architecture: Architecture, spaces: frozenset[str] | None = None) -> Product:
+    """The product group that acts on the normal form of `architecture`: factors ``stream``, ``layers.i.heads``, ``layers.i.neurons``.
+
+    A pinned stream has no factor.
+    """
+    factors: dict[str, Group] = {}
+    stream = stream_group(architecture)
+    if stream is not None:
+        factors["stream"] = stream
+    for i, layer in enumerate(architecture.layers):
+        factors[f"layers.{i}.heads"] = head_group(layer.attention)
+        factors[f"layers.{i}.neurons"] = mlp_group(layer.mlp)
+    return Product(factors if spaces is None else {k: g for k, g in factors.items() if k in spaces})
+
+
+def _qk(attention: Attention) -> Entry:
+    g = qk_group(attention)
+    kv = attention.kv_heads
+    if attention.qk_norm is None:
+        why = "the commutant of the rotations" if attention.planes else "queries and keys meet only in q kᵀ"
+        return Entry("qk", g.name, kv, kv * g.dimension, why)
+    blocks = len(attention.planes) + len(attention.still_lanes)
+    moved = blocks * (kv if attention.qk_norm == "all" else 1)
+    scales = 2 if attention.qk_norm == "all" else attention.heads + kv
+    why = f"QK-norm: {moved} scales move between the query and key gains, {scales} are undone by the norm (exact at ε = 0)"
+    return Entry("qk", g.name, kv, moved + scales, why)
+
+
+def _attention_shifts(attention: Attention, width: int) -> Iterator[Entry]:
+    kv = attention.kv_heads
+    if attention.key_bias and attention.qk_norm is None and attention.still_lanes:
+        lanes = len(attention.still_lanes)
+        yield Entry("key bias", f"R^{lanes}", kv, kv * lanes, "adds a constant along each softmax row, on lanes that do not rotate")
+    constants = (kv * attention.value_dim if attention.value_bias else 0) + (width if attention.output_bias else 0)
+    if attention.value_bias and constants > width:
+        yield Entry("value bias", f"R^{constants - width}", 1, constants - width, "softmax rows sum to one: it moves into the output bias")
+    if isinstance(attention.positions, RelativeBias):
+        yield Entry(
+            "position bias", "R", attention.heads, attention.heads, "a constant added to a head's bias table leaves its softmax alone"
+        )
+
+
+def _neurons(mlp: MLP | Experts) -> Entry:
+    g = mlp_group(mlp)
+    inner = mlp.mlp if isinstance(mlp, Experts) else mlp
+    if inner.gated:
+        why = "neurons in any order; up and down trade a scale"
+    elif inner.activation == "relu":
+        why = "neurons in any order; ReLU commutes with positive scales"
+    elif inner.activation == "tanh":
+        why = "neurons in any order; tanh is odd"
+    else:
+        why = "neurons in any order"
+    return Entry("neurons", g.name, 1, g.dimension, why)
+
+
+def _layer(architecture: Architecture, layer: Layer) -> LayerAccount:
+    attention = layer.attention
+    g = head_group(attention)
+    slopes = isinstance(attention.positions, Alibi)
+    permutations = g.top.name
+    if attention.group > 1:
+        inner = g.inner.factors["query"].name if isinstance(g.inner, Product) else "1"
+        permutations = f"{inner} ≀ {permutations}" if inner != "1" else permutations
+    why = (
+        "ALiBi slopes tell heads apart"
+        if slopes
+        else "heads are summed" + ("; queries stay with their KV head" if attention.group > 1 else "")
+    )
+    gains = sum(
+        architecture.width for n in (layer.attention_norm, layer.mlp_norm) if n is not None and n.has_gain and layer.arrangement == "pre"
+    )
+    return LayerAccount(
+        heads=Entry("heads", permutations, 1, 0, why),
+        order=finite_order(g),
+        qk=_qk(attention),
+        vo=Entry(
+            "vo",
+            f"GL({attention.value_dim})",
+            attention.kv_heads,
+            attention.kv_heads * attention.value_dim**2,
+            "values meet only the output map",
+        ),
+        shifts=tuple(_attention_shifts(attention, architecture.width)),
+        neurons=_neurons(layer.mlp),
+        gains=Entry("gains", f"(R^×)^{gains}" if gains else "1", 1, gains, "norm gains move into the linear maps that read them"),
+    )
+
+
+def _stream_scale(architecture: Architecture) -> int:
+    """1 where the stream may be scaled (undone by the norms, up to their ε), else 0."""
+    if isinstance(architecture.outputs, StreamOutput) or (
+        isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored
+    ):
+        return 0
+    normalised = all(
+        layer.arrangement == "pre" and layer.attention_norm.kind != "none" and (layer.mlp_norm is None or layer.mlp_norm.kind != "none")
+        for layer in architecture.layers
+    )
+    if not normalised or (architecture.embedding_norm.kind != "none" and not architecture.embedding_norm.has_gain):
+        return 0
+    if architecture.tied:
+        return int(architecture.final_norm.has_gain)
+    return 1
+
+
+def _reads(architecture: Architecture) -> dict[str, Norm]:
+    """Pre-norms, whose output only linear maps read, by name."""
+    found = {}
+    for i, layer in enumerate(architecture.layers):
+        if layer.arrangement == "pre":
+            found[f"layers.{i}.attention_norm"] = layer.attention_norm
+            if layer.mlp_norm is not None:
+                found[f"layers.{i}.mlp_norm"] = layer.mlp_norm
+    found["final_norm"] = architecture.final_norm
+    return {name: norm for name, norm in found.items() if norm.kind != "none"}
+
+
+def _reader_shifts(architecture: Architecture) -> Iterator[Entry]:
+    """LayerNorm: its bias moves into the biases that read it; every reader is blind along diag(gain)^{-1} **1**."""
+    specs = tensors(architecture)
+    for name, norm in _reads(architecture).items():
+        if norm.kind != "layer":
+            continue
+        if name == "final_norm" and architecture.tied:
+            # The tied unembedding cannot move; only an output bias can take the norm's bias in.
+            if norm.has_bias and "head_bias" in specs:
+                yield Entry(f"{name} bias", f"R^{architecture.width}", 1, architecture.width, "moves into the output bias")
+            continue
+        columns = [(math.prod(s.shape) // architecture.width, f"{s.name}_bias" in specs) for s in readers(architecture, name)]
+        biased = sum(n for n, has in columns if has)
+        total = sum(n for n, _ in columns)
+        if norm.has_bias:
+            yield Entry(
+                f"{name} bias",
+                f"R^{architecture.width}",
+                1,
+                architecture.width,
+                "moves into the biases, or the blind part, of what reads it",
+            )
+        free = biased if norm.has_bias else total
+        if free:
+            yield Entry(f"{name} readers", f"R^{free}", 1, free, "a normalised stream has mean zero: readers are blind along diag(gain)⁻¹1")
+
+
+def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
+    """Constants written to the stream at one place add up; under LayerNorm everything written along **1** is invisible."""
+    d = architecture.width
+    centred = _centred(architecture)
+    visible = d - centred
+    specs = tensors(architecture)
+    blind = 0
+    surplus = 0
+    for i, layer in enumerate(architecture.layers):
+        p = f"layers.{i}"
+        a = layer.attention
+        constants = [(a.kv_heads * a.value_dim if a.value_bias else 0) + (d if a.output_bias else 0)]
+        own = max(0, constants[0] - d) if a.value_bias else 0
+        down = d if f"{p}.mlp.down_bias" in specs else 0
+        constants = [constants[0] + down] if layer.parallel else [constants[0], down]
+        if layer.arrangement == "pre":
+            surplus += sum(max(0, c - visible) for c in constants) - own
+        if centred:
+            blind += a.heads * a.value_dim + math.prod(specs[f"{p}.mlp.down"].shape) // d
+    surplus_why = "constants written to the stream at one place add up" + (" (modulo 1, which LayerNorm removes)" if centred else "")
+    if surplus:
+        yield Entry("biases written together", f"R^{surplus}", 1, surplus, surplus_why)
+    learned = isinstance(architecture.positions, LearnedPositions)
+    table = learned or (isinstance(architecture.positions, Sinusoidal) and architecture.positions.stored)
+    inputs = architecture.inputs
+    unused = architecture.positions.offset if isinstance(architecture.positions, LearnedPositions) else 0
+    if unused:
+        yield Entry("unused positions", f"R^{unused * d}", 1, unused * d, "rows of the position table that no position reads")
+    moving = 0
+    input_blind = architecture.embedding_norm.kind == "layer" or bool(centred)
+    if isinstance(inputs, Tokens):
+        movable = not architecture.tied or architecture.probabilities
+        moving = max(0, movable + table + bool(inputs.types) - 1)
+    elif isinstance(inputs, Patches):
+        moving = table * (inputs.bias + inputs.class_token)
+    if moving:
+        size = moving * (d - input_blind)
+        yield Entry("input tables", f"R^{size}", 1, size, "a constant moves from one table of the input to another")
+    if input_blind:
+        rows = ["embed.types", "embed.patches", "embed.positions", *(() if architecture.tied else ("embed.tokens",))]
+        blind += sum(specs[r].shape[0] for r in rows if r in specs) - unused
+        blind += sum(r in specs for r in ("embed.patches_bias", "embed.class_token"))
+        if architecture.tied and architecture.probabilities:
+            blind += 1  # all tokens move together along 1: the stream forgets it, the softmax too
+    if blind:
+        yield Entry("writers along 1", f"R^{blind}", 1, blind, "LayerNorm removes the mean of whatever is written to the stream")
+
+
+def _centred(architecture: Architecture) -> int:
+    """1 if every reader of the stream removes its mean first, else 0."""
+    names = _reads(architecture)
+    places = sum(1 if layer.mlp_norm is None else 2 for layer in architecture.layers) + 1
+    return int(
+        len(names) == places and all(n.kind == "layer" for n in names.values()) and not isinstance(architecture.outputs, StreamOutput)
+    )
+
+
+def _output_shifts(architecture: Architecture) -> Iterator[Entry]:
+    """Softmax outputs forget a uniform shift of the logits."""
+    if not architecture.probabilities or not isinstance(architecture.outputs, LanguageModel | Classifier):
+        return
+    d = architecture.width
+    if "head_bias" in tensors(architecture):
+        yield Entry("output bias", "R", 1, 1, "softmax forgets a uniform shift of the logits")
+    if not architecture.tied:
+        final = architecture.final_norm
+        # Where readers are blind along diag(gain)^{-1} 1 in every column, the uniform column is already counted.
+        counted = final.kind == "layer" and (not final.has_bias or "head_bias" in tensors(architecture))
+        yield Entry("unembedding", f"R^{d - counted}", 1, d - counted, "softmax forgets a uniform shift of the logits")
+
+
+def _router_shifts(architecture: Architecture) -> Iterator[Entry]:
+    for i, layer in enumerate(architecture.layers):
+        if isinstance(layer.mlp, Experts):
+            norm = layer.mlp_norm or layer.attention_norm
+            size = architecture.width - (norm.kind == "layer" and not norm.has_bias)
+            yield Entry(f"layers.{i} router", f"R^{size}", 1, size, "softmax over the experts forgets a uniform shift")
+
+
+def _notes(architecture: Architecture, scale: int) -> Iterator[str]:
+    if scale:
+        yield "the stream's scale is undone by norms with ε = 0; it is counted, and never moved"
+    if any(layer.arrangement != "pre" for layer in architecture.layers):
+        yield "post-norm: the total counts the listed spaces only; flows that pass through several norms are not listed"
+    for i, layer in enumerate(architecture.layers):
+        a = layer.attention
+        inner = architecture.width - (layer.attention_norm.kind == "layer")
+        if max(a.head_dim, a.value_dim) > inner:
+            yield f"layer {i}: heads wider than the stream are rank deficient; dimensions of qk and vo are then upper bounds"
+            break
+
+
+def symmetry(architecture: Architecture) -> Symmetry:
+    """Derive the functional-equivalence group of an architecture, with an account of every space.
+
+    Parameters
+    ----------
+    architecture : Architecture
+
+    Returns
+    -------
+    Symmetry
+        ``.group`` acts (`coset.act`), ``.total_dimension`` is what `coset certify` measures, ``.to_json()`` is the account.
+
+    Notes
+    -----
+    Heads and bases: "Functional Equivalence in Attention" (ICML 2026). Sinusoidal and learned tables leave attention the group of plain
+    attention, d_h² per head for queries and keys; a rotary encoding shrinks it to d_h. The stream, gains and shifts are derived in docs/theory.md.
+    """
+    stream = stream_group(architecture)
+    scale = _stream_scale(architecture)
+    name = "1" if stream is None else stream.name
+    if scale:
+        name = "R_{>0}" if name == "1" else f"{name} × R_{{>0}}"
+    final = architecture.final_norm
+    foldable = final.has_gain and not architecture.tied and not isinstance(architecture.outputs, StreamOutput)
+    shifts = (*_writer_shifts(architecture), *_reader_shifts(architecture), *_router_shifts(architecture), *_output_shifts(architecture))
+    return Symmetry(
+        architecture=architecture,
+        layers=tuple(_layer(architecture, layer) for layer in architecture.layers),
+        stream=Entry("stream", name, 1, (0 if stream is None else stream.dimension) + scale, _stream_reason(architecture, stream)),
+        gains=Entry(
+            "gains",
+            f"(R^×)^{architecture.width}" if foldable else "1",
+            1,
+            architecture.width * foldable,
+            "the final gain moves into the head",
+        ),
+        shifts=shifts,
+        notes=tuple(_notes(architecture, scale)),
+    )
+
+
+def _stream_reason(architecture: Architecture, stream: Group | None) -> str:
+    if isinstance(architecture.outputs, StreamOutput):
+        return "the output is the stream itself"
+    if isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored:
+        return "the position table is part of the function: only what fixes its rows is free"
+    if isinstance(stream, Monomial):
+        return "a gain stays on the stream (tied unembedding or post-norm): its basis is fixed up to order and sign"
+    if isinstance(stream, GeneralLinear):
+        return "nothing but linear maps reads the stream"
+    if stream is not None and any(n.kind == "layer" for n, _ in _stream_norms(architecture)):
+        return "LayerNorm commutes with rotations that fix 1"
+    return "RMSNorm commutes with rotations" if list(_stream_norms(architecture)) else "the tied unembedding keeps inner products"
+
+
+def headline(architecture: Architecture) -> str:
+    """One sentence: what the positional encoding does to the group of attention."""
+    attention = architecture.layers[0].attention
+    n = attention.head_dim
+    if attention.qk_norm is not None:
+        return f"QK-norm leaves queries and keys signs and scales only ({_qk(attention).dimension} dimensions a layer, in place of {n}² = {n * n} a head)."
+    if isinstance(attention.positions, Rotary):
+        return f"RoPE shrinks the query-key group of plain attention from d_h² = {n * n} to {qk_group(attention).dimension} dimensions a head: {qk_group(attention).name}."
+    kind = {Sinusoidal: "A sinusoidal table", LearnedPositions: "A learned table"}.get(type(architecture.positions), "")
+    if kind:
+        return f"{kind} keeps the query-key group of plain attention: GL({n}), d_h² = {n * n} dimensions a head."
+    if isinstance(attention.positions, Alibi):
+        return f"ALiBi keeps GL({n}), d_h² = {n * n} dimensions a head; its slopes fix the order of the heads."
+    if isinstance(attention.positions, RelativeBias):
+        return f"A learned bias keeps GL({n}), d_h² = {n * n} dimensions a head; its rows travel with the heads."
+    return f"Plain attention: GL({n}), d_h² = {n * n} dimensions a head for queries and keys."
