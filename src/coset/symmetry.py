@@ -409,7 +409,7 @@ def _reader_shifts(architecture: Architecture) -> Iterator[Entry]:
 def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
     """Constants written to the stream at one place add up; under LayerNorm everything written along **1** is invisible."""
     d = architecture.width
-    centred = _centred(architecture)
+    centred = removes_mean(architecture)
     visible = d - centred
     specs = tensors(architecture)
     blind = 0
@@ -454,8 +454,8 @@ def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
         yield Entry("writers along 1", f"R^{blind}", 1, blind, "LayerNorm removes the mean of whatever is written to the stream")
 
 
-def _centred(architecture: Architecture) -> int:
-    """1 if every reader of the stream removes its mean first, else 0."""
+def removes_mean(architecture: Architecture) -> int:
+    """Whether (1 or 0) every reader of the stream is a LayerNorm, which removes its mean: writers are then blind along **1**."""
     names = _reads(architecture)
     places = sum(1 if layer.mlp_norm is None else 2 for layer in architecture.layers) + 1
     return int(

@@ -19,8 +19,8 @@ from matplotlib.lines import Line2D
 from coset.connect.barriers import Curve
 from coset.errors import CosetError
 
-# Okabe and Ito's colours, told apart with any colour vision; dashes tell the lines apart in grey.
 _Dashes = str | tuple[int, tuple[float, ...]]
+# Okabe and Ito's colours, told apart with any colour vision; dashes tell the lines apart in grey.
 _LINES: tuple[tuple[str, _Dashes], ...] = (
     ("#4D4D4D", "-"),
     ("#E69F00", (0, (5, 1.5))),

@@ -87,6 +87,13 @@ class Group(ABC):
         """Inverse of :meth:`leaves`. Does not check membership: call :meth:`belongs`."""
 
 
+def power(name: str, copies: int) -> str:
+    """``name^copies``, bracketed where needed."""
+    if copies == 1:
+        return name
+    return f"({name})^{copies}" if " " in name or "^" in name else f"{name}^{copies}"
+
+
 def log_uniform(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Positive numbers whose ratios stay within :data:`CONDITION`, uniform in the logarithm around 1."""
     u = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5

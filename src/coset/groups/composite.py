@@ -10,22 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coset.groups.base import Element, Group
+from coset.groups.base import Element, Group, power
 from coset.groups.monomial import Permutation, inverse_order
-
-
-def power(name: str, copies: int) -> str:
-    """``name^copies``, bracketed where needed."""
-    if copies == 1:
-        return name
-    return f"({name})^{copies}" if " " in name or "^" in name else f"{name}^{copies}"
 
 
 def map_leaves(function: Any, g: Element) -> Element:
     """Apply `function` to every tensor of an element, keeping its structure."""
     if isinstance(g, Tensor):
         return function(g)
-    if isinstance(g, dict):
+    if isinstance(g, Mapping):
         return {key: map_leaves(function, value) for key, value in g.items()}
     return type(g)(*(map_leaves(function, value) for value in g))
 
@@ -140,8 +133,8 @@ class Wreath(Group):
     def belongs(self, g: Any, tolerance: float | None = None) -> bool:
         if not isinstance(g, WreathElement) or not self.top.belongs(g.order) or not self.inner.belongs(g.inner, tolerance):
             return False
-        lead = tuple(g.order.shape)
-        return all(tuple(leaf.shape[: len(lead)]) == lead for leaf in self.inner.leaves(g.inner).values())
+        expected = self.inner.leaves(self.inner.identity(tuple(g.order.shape)))
+        return all(leaf.shape == expected[name].shape for name, leaf in self.inner.leaves(g.inner).items())
 
     def act(self, g: WreathElement, x: Any, variance: int = 1) -> Any:
         return self.inner.act(g.inner, self.reorder(x, g.order), variance)

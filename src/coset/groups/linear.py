@@ -46,9 +46,8 @@ class MatrixGroup(Group):
             raise CosetError(
                 f"an element of {self.name} mixes lanes, so a tensor that is only reordered (a norm gain) cannot follow it; fold the gains first"
             )
-        matrix = g.to(x.dtype)
-        if variance < 0:
-            matrix = self.inverse(matrix).mT
+        # Inverted in the element's own precision, which may be finer than the tensor's.
+        matrix = (self.inverse(g).mT if variance < 0 else g).to(x.dtype)
         rows = x.reshape(*g.shape[:-2], -1, self.n)
         return (rows @ matrix).reshape(x.shape)
 
@@ -98,10 +97,15 @@ class GeneralLinear(MatrixGroup):
             left = random_orthogonal(generator, self.n, batch)
             right = random_orthogonal(generator, self.n, batch)
             return ((left * log_uniform(generator, (*batch, self.n), torch.float64)[..., None, :]) @ right).to(dtype)
-        keep, free = self.fixed, _complement(self.fixed)
-        inner = GeneralLinear(len(free)).random(generator, batch)
-        shear = 0.3 * torch.randn(*batch, len(free), len(keep), generator=generator, dtype=torch.float64) / self.n**0.5
-        return (keep.mT @ keep + free.mT @ (inner @ free + shear @ keep)).to(dtype)
+        # The condition numbers of the two factors multiply: 2 for the scales, below 2 for a shear of norm at most a half.
+        keep = self.fixed.to(torch.float64)
+        free = _complement(keep)
+        left, right = (random_orthogonal(generator, len(free), batch) for _ in range(2))
+        scale = log_uniform(generator, (*batch, len(free)), torch.float64).sqrt()
+        inner = (left * scale[..., None, :]) @ right
+        shear = torch.randn(*batch, len(free), len(keep), generator=generator, dtype=torch.float64)
+        shear = shear / (2 * torch.linalg.matrix_norm(shear, keepdim=True).clamp(min=1.0))
+        return (keep.mT @ keep + free.mT @ inner @ (free + shear @ keep)).to(dtype)
 
     def belongs(self, g: Any, tolerance: float | None = None) -> bool:
         if not is_tensor(g, (self.n, self.n)):

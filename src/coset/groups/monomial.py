@@ -12,6 +12,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from coset.errors import CosetError
 from coset.groups.base import Group, default_tolerance, is_tensor, log_uniform, random_signs
 
 Scales = Literal["global sign", "sign", "positive", "nonzero"]
@@ -85,6 +86,10 @@ class Permutation(Group):
 
     n: int
     classes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.classes is not None and len(self.classes) != self.n:
+            raise CosetError(f"a permutation of {self.n} lanes needs as many classes, got {len(self.classes)}")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -238,6 +243,10 @@ class Scaling(Group):
     n: int
     scales: Literal["sign", "positive", "nonzero"] = "nonzero"
     blocks: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None and sorted(lane for lanes in self.blocks for lane in lanes) != list(range(self.n)):
+            raise CosetError(f"the blocks of a scaling must use each of the {self.n} lanes once, got {self.blocks}")
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coset.errors import CosetError
-from coset.groups.base import default_tolerance, is_tensor, log_uniform
+from coset.groups.base import default_tolerance, is_tensor, log_uniform, power
 from coset.groups.linear import MatrixGroup, polar, random_orthogonal
 
 Frequency = tuple[float, ...]
@@ -42,7 +42,8 @@ class RotaryCommutant(MatrixGroup):
     planes
         Lane pairs (real, imaginary); any layout, each lane at most once.
     frequencies
-        One for every plane; planes with equal frequencies share a block, planes of frequency zero count as still lanes.
+        One for every plane; planes with equal frequencies share a block, planes of frequency zero count as still lanes. A plane that
+        turns backwards is the same plane with its lanes exchanged, turning forwards.
     compact
         Only the isometries among them: U(1) for a plane, U(m) for m equal ones, O(k) for k still lanes.
     """
@@ -57,14 +58,19 @@ class RotaryCommutant(MatrixGroup):
             raise CosetError(f"rotary planes {self.planes} must use each of the {self.n} lanes at most once")
         if len(self.planes) != len(self.frequencies):
             raise CosetError(f"{len(self.planes)} rotary planes need as many frequencies, got {len(self.frequencies)}")
+        if len({len(frequency) for frequency in self.frequencies}) > 1:
+            raise CosetError(f"rotary frequencies must have one number for every coordinate of a position, got {self.frequencies}")
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Blocks of lanes, the still lanes first, then one for every distinct frequency in order of first use."""
         turning: dict[Frequency, list[tuple[int, int]]] = {}
-        for plane, frequency in zip(self.planes, self.frequencies, strict=True):
-            if any(frequency):
-                turning.setdefault(frequency, []).append(plane)
+        for (a, b), frequency in zip(self.planes, self.frequencies, strict=True):
+            leading = next((angle for angle in frequency if angle), 0.0)
+            if leading > 0:
+                turning.setdefault(frequency, []).append((a, b))
+            elif leading < 0:
+                turning.setdefault(tuple(-angle for angle in frequency), []).append((b, a))
         used = {lane for planes in turning.values() for plane in planes for lane in plane}
         still = tuple(lane for lane in range(self.n) if lane not in used)
         blocks = [Block(still, None)] if still else []
@@ -73,8 +79,8 @@ class RotaryCommutant(MatrixGroup):
     @property
     def name(self) -> str:
         sizes = [b.size for b in self.blocks if b.imaginary is not None]
-        single, circle = sizes.count(1), "U(1)" if self.compact else "(C^×)"
-        parts = [f"{circle}^{single}"] if single else []
+        single, circle = sizes.count(1), "U(1)" if self.compact else "C^×"
+        parts = [power(circle, single)] if single else []
         parts += [f"U({m})" if self.compact else f"GL({m}, C)" for m in sizes if m > 1]
         parts += [f"{'O' if self.compact else 'GL'}({b.size})" for b in self.blocks if b.imaginary is None]
         return " × ".join(parts)

@@ -1,0 +1,321 @@
+"""Acting with group elements, and the transforms that carry one checkpoint to another.
+
+:func:`act` is the group action on the normal form: for every tensor, for every axis, apply the element of the axis's space. A :class:`Transform`
+adds the gauge on both sides, so that it goes from raw weights to raw weights and can be inverted, composed, saved and loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coset.architecture import Architecture
+from coset.errors import CosetError
+from coset.groups import Element, Group, Product, Wreath
+from coset.groups.composite import WreathElement
+from coset.groups.monomial import take
+from coset.normal_form import Gauge, coordinates, fold, folded_architecture, random_gauge, unfold
+from coset.parameters import Parameters, TensorSpec, tensors
+from coset.symmetry import group as symmetry_group
+
+SPACES = ("heads", "qk", "vo", "neurons", "experts", "gains", "shifts", "stream")
+"""What a user can choose to move."""
+
+
+def _on_axis(group: Group, g: Element, x: Tensor, axis: int, batch_axes: tuple[int, ...], variance: int) -> Tensor:
+    """Act on one axis of x; the element's batch dimensions run along `batch_axes`."""
+    lead = tuple(range(len(batch_axes)))
+    moved = torch.movedim(x, (*batch_axes, axis), (*lead, -1))
+    return torch.movedim(group.act(g, moved, variance), (*lead, -1), (*batch_axes, axis))
+
+
+def _heads(group: Wreath, g: WreathElement, spec: TensorSpec, x: Tensor) -> Tensor:
+    kv, query = spec.axis("kv"), spec.axis("query")
+    if kv is None:
+        return x
+    x = torch.index_select(x, kv, g.order)
+    assert isinstance(group.inner, Product)
+    if query is not None:
+        moved = torch.movedim(x, (kv, query), (0, -1))
+        x = torch.movedim(take(moved, g.inner["query"]), (0, -1), (kv, query))
+    for space in ("qk", "vo"):
+        axis = spec.axis(space)
+        if axis is not None:
+            x = _on_axis(group.inner.factors[space], g.inner[space], x, axis, (kv,), spec.axes[axis].variance)
+    return x
+
+
+def _neurons(group: Group, g: Element, spec: TensorSpec, x: Tensor) -> Tensor:
+    batch: tuple[int, ...] = ()
+    if isinstance(group, Wreath):
+        expert = spec.axis("expert")
+        if expert is None:
+            return x
+        x = torch.index_select(x, expert, g.order)
+        group, g, batch = group.inner, g.inner, (expert,)
+    axis = spec.axis("neuron")
+    return x if axis is None else _on_axis(group, g, x, axis, batch, spec.axes[axis].variance)
+
+
+def act(architecture: Architecture, element: Mapping[str, Element], parameters: Parameters) -> dict[str, Tensor]:
+    """Apply a group element to parameters in normal form.
+
+    Parameters
+    ----------
+    architecture
+        Of the parameters. Where its norms keep their gains, the stream's element may only reorder and flip signs: fold the gains first.
+    element
+        One element a space (``stream``, ``layers.i.heads``, ``layers.i.neurons``); a space that is missing stays as it is.
+    parameters
+        Canonical tensors, or any subset of them.
+
+    Returns
+    -------
+    dict
+        New tensors; those that no space touches are the same objects.
+    """
+    groups = symmetry_group(architecture).factors
+    unknown = element.keys() - groups.keys()
+    if unknown:
+        raise CosetError(f"element: this architecture has no space {', '.join(sorted(unknown))}; it has {', '.join(groups)}")
+    out = {}
+    for name, spec in tensors(architecture).items():
+        if name not in parameters:
+            continue
+        x = parameters[name]
+        if spec.layer is not None:
+            for kind, function in ((f"layers.{spec.layer}.heads", _heads), (f"layers.{spec.layer}.neurons", _neurons)):
+                if kind in element:
+                    x = function(groups[kind], element[kind], spec, x)  # type: ignore[arg-type]
+        if "stream" in element:
+            for axis, label in enumerate(spec.axes):
+                if label.space == "stream":
+                    x = _on_axis(groups["stream"], element["stream"], x, axis, (), label.variance)
+        out[name] = x
+    return out
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A function-preserving change of weights: fold the gauge, act, write in the target gauge.
+
+    Attributes
+    ----------
+    architecture
+        Of what it applies to.
+    element
+        What acts on the normal form, one element a space.
+    source, target
+        Gauges (the same coordinates in both) of what it was found on and of what it produces. `source` is only needed for the inverse.
+    """
+
+    architecture: Architecture
+    element: Mapping[str, Element]
+    source: Gauge
+    target: Gauge
+
+    def __post_init__(self) -> None:
+        if self.source.keys() != self.target.keys():
+            raise CosetError("transform: source and target gauge must hold the same coordinates")
+
+    @property
+    def folded(self) -> Architecture:
+        """Architecture of the normal form on which the element acts."""
+        return folded_architecture(self.architecture, self.target)
+
+    def __call__(self, parameters: Parameters, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        """Apply to all canonical tensors, or to whole blocks of them; computed in `dtype` and returned in it."""
+        cast = {name: tensor.to(dtype) for name, tensor in parameters.items()}
+        folded, normal, _ = fold(self.architecture, cast, self.target)
+        return unfold(self.architecture, act(folded, self.element, normal), self.target)
+
+    def inverse(self) -> Transform:
+        """The transform that undoes this one."""
+        group = symmetry_group(self.folded).factors
+        return Transform(self.architecture, {key: group[key].inverse(g) for key, g in self.element.items()}, self.target, self.source)
+
+    def then(self, other: Transform) -> Transform:
+        """This transform followed by `other`; both must fold the same coordinates."""
+        if other.architecture != self.architecture or other.target.keys() != self.target.keys():
+            raise CosetError("transforms: only those of one architecture that fold the same coordinates can be composed")
+        group = symmetry_group(self.folded).factors
+        element = {}
+        for key in [k for k in group if k in self.element or k in other.element]:
+            identity = group[key].identity()
+            element[key] = group[key].compose(self.element.get(key, identity), other.element.get(key, identity))
+        return Transform(self.architecture, element, self.source, other.target)
+
+    def belongs(self, tolerance: float | None = None) -> bool:
+        """Whether every part is an element of the architecture's group, and both gauges have the right shapes."""
+        group = symmetry_group(self.folded).factors
+        if not all(key in group and group[key].belongs(g, tolerance) for key, g in self.element.items()):
+            return False
+        available = coordinates(self.architecture)
+        return all(
+            name in available and tuple(value.shape) == available[name].shape and bool(torch.isfinite(value).all())
+            for gauge in (self.source, self.target)
+            for name, value in gauge.items()
+        )
+
+    def save(self, path: Path | str, metadata: Mapping[str, str] | None = None) -> None:
+        """Write one ``.safetensors`` file: the element's and gauges' tensors, with JSON metadata. Never pickle.
+
+        The file carries the sizes of every tensor of the architecture, so that :meth:`load` can refuse another one.
+        """
+        group = symmetry_group(self.folded).factors
+        out = {f"element/{key}/{name}": leaf for key, g in self.element.items() for name, leaf in group[key].leaves(g).items()}
+        out |= {f"source/{name}": value for name, value in self.source.items()}
+        out |= {f"target/{name}": value for name, value in self.target.items()}
+        described = {"coset": "transform", "signature": json.dumps(signature(self.architecture))} | dict(metadata or {})
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            save_file({name: value.detach().contiguous().cpu() for name, value in out.items()}, str(temporary), described)
+            temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise CosetError(f"{path}: cannot write the transform: {error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: Path | str, architecture: Architecture) -> Transform:
+        """Read a transform and check that it belongs to `architecture`.
+
+        Raises
+        ------
+        CosetError
+            If the file is not a transform, is for another architecture, or holds something outside the group.
+        """
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except FileNotFoundError:
+            raise CosetError(f"{path}: no such transform file") from None
+        except (OSError, SafetensorError) as error:
+            raise CosetError(f"{path}: not a readable safetensors file: {error}") from None
+        if metadata.get("coset") != "transform":
+            raise CosetError(f"{path}: not a transform written by coset (its metadata says {metadata.get('coset')!r})")
+        if json.loads(metadata["signature"]) != signature(architecture):
+            raise CosetError(f"{path}: this transform was written for another architecture; expected tensors {signature(architecture)['summary']}")
+        gauges: dict[str, dict[str, Tensor]] = {"source": {}, "target": {}}
+        leaves: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in stored.items():
+            kind, rest = name.split("/", 1)
+            if kind in gauges:
+                gauges[kind][rest] = tensor
+            elif kind == "element":
+                space, leaf = rest.split("/", 1)
+                leaves.setdefault(space, {})[leaf] = tensor
+            else:
+                raise CosetError(f"{path}: tensor {name} does not belong in a transform file")
+        folded = folded_architecture(architecture, gauges["target"])
+        group = symmetry_group(folded).factors
+        try:
+            element = {space: group[space].build(own) for space, own in leaves.items()}
+            transform = Transform(architecture, element, gauges["source"], gauges["target"])
+        except KeyError as error:
+            raise CosetError(f"{path}: the transform lacks or misnames {error}") from None
+        if not transform.belongs():
+            raise CosetError(f"{path}: holds an element that does not belong to the symmetry group {symmetry_group(folded).name}")
+        return transform
+
+
+def signature(architecture: Architecture) -> dict[str, Any]:
+    """What a transform file remembers of its architecture: layers, width and, per layer, head counts and rotary planes."""
+    layers = []
+    for layer in architecture.layers:
+        a = layer.attention
+        layers.append([a.heads, a.kv_heads, a.head_dim, a.value_dim, [list(p) for p in a.planes], [list(f) for f in a.plane_frequencies]])
+    shapes = {name: list(spec.shape) for name, spec in tensors(architecture).items()}
+    summary = f"{len(layers)} layers of width {architecture.width}, {layers[0][0]} heads on {layers[0][1]} KV heads of width {layers[0][2]}"
+    return {"summary": summary, "layers": layers, "shapes": shapes}
+
+
+def gauge_names(architecture: Architecture, spaces: tuple[str, ...]) -> tuple[str, ...]:
+    """The gauge coordinates that the chosen spaces move: gains, shifts, and every gain when the stream turns.
+
+    What LayerNorm's readers are blind to is a fixed direction only once their gains are folded, so those shifts need the gains too.
+    """
+    available = coordinates(architecture)
+    fold_gains = "gains" in spaces or "stream" in spaces
+    names = []
+    for name, c in available.items():
+        if c.space == "gains":
+            norm_gain = name.endswith(".gain")
+            if "gains" in spaces or (norm_gain and "stream" in spaces):
+                names.append(name)
+        elif "shifts" in spaces:
+            if name.endswith(" along 1") and not fold_gains and tensors(architecture)[name.removesuffix(" along 1")].reads is not None:
+                owner = tensors(architecture)[name.removesuffix(" along 1")].reads
+                if f"{owner}.gain" in available:
+                    continue
+            names.append(name)
+    return tuple(names)
+
+
+def check_spaces(spaces: tuple[str, ...]) -> None:
+    """Raise unless every name is one of :data:`SPACES`."""
+    unknown = [s for s in spaces if s not in SPACES]
+    if unknown or not spaces:
+        raise CosetError(f"spaces: {', '.join(unknown) or 'none given'}; choose from {', '.join(SPACES)}")
+
+
+def restrict(group: Group, g: Element, key: str, spaces: tuple[str, ...]) -> Element:
+    """The part of an element of one factor that the chosen spaces allow to move; the rest becomes the identity."""
+    if key == "stream":
+        return g if "stream" in spaces else group.identity()
+    if key.endswith(".heads"):
+        identity = group.identity()
+        inner = {
+            "query": g.inner["query"] if "heads" in spaces else identity.inner["query"],
+            "qk": g.inner["qk"] if "qk" in spaces else identity.inner["qk"],
+            "vo": g.inner["vo"] if "vo" in spaces else identity.inner["vo"],
+        }
+        return WreathElement(g.order if "heads" in spaces else identity.order, inner)
+    if isinstance(group, Wreath):
+        identity = group.identity()
+        return WreathElement(
+            g.order if "experts" in spaces else identity.order, g.inner if "neurons" in spaces else identity.inner
+        )
+    return g if "neurons" in spaces else group.identity()
+
+
+def random_transform(
+    architecture: Architecture, parameters: Parameters, *, spaces: tuple[str, ...] = SPACES, seed: int = 0
+) -> Transform:
+    """A random transform of these parameters, in every chosen space that the architecture has.
+
+    Parameters
+    ----------
+    parameters
+        The tensors to be transformed: their own gauge is what the inverse returns to, and sets the size of random shifts.
+    spaces
+        Of :data:`SPACES`.
+    seed
+        Same seed, same bytes.
+    """
+    check_spaces(spaces)
+    generator = torch.Generator().manual_seed(seed)
+    names = gauge_names(architecture, spaces)
+    cast = {name: parameters[name].to(torch.float64) for name in tensors(architecture)}
+    folded, _, own = fold(architecture, cast, names)
+    wanted = {"heads": {"heads", "qk", "vo"}, "neurons": {"neurons", "experts"}, "stream": {"stream"}}
+    element = {
+        key: restrict(group, group.random(generator), key, spaces)
+        for key, group in symmetry_group(folded).factors.items()
+        if wanted[key.rsplit(".", 1)[-1]] & set(spaces)
+    }
+    space = {name: c.space for name, c in coordinates(architecture).items()}
+    moved = random_gauge(architecture, own, generator)
+    # Gains folded only because the stream turns come back as they were.
+    target = {name: value if space[name] in spaces else own[name] for name, value in moved.items()}
+    return Transform(architecture, element, own, target)
