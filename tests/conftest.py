@@ -22,7 +22,7 @@ settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=20,
+    max_examples=15,
     # Law suites are inherited, so one test function runs in several classes.
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )

@@ -165,7 +165,7 @@ def test_no_barrier_between_a_model_and_itself() -> None:
     assert set(found.to_json()) == {"points", "loss", "accuracy", "loss_barrier", "accuracy_barrier", "definition"}
 
 
-def test_a_permuted_copy_has_a_barrier_that_undoing_it_removes() -> None:
+def test_a_permuted_copy_is_the_same_function_behind_a_barrier() -> None:
     arch = classifier()
     a = initialise(arch, seed=10, dtype=torch.float64, generic=True)
     x = random_inputs(arch, 40, seed=11, dtype=torch.float64)
@@ -174,7 +174,8 @@ def test_a_permuted_copy_has_a_barrier_that_undoing_it_removes() -> None:
     b = a | {"layers.0.mlp.up": a["layers.0.mlp.up"][:, order], "layers.0.mlp.down": a["layers.0.mlp.down"][order]}
     curve = evaluate(arch, a, b, x, labels)
     assert curve.loss[0] == pytest.approx(curve.loss[-1])
-    assert barrier_of(curve).loss > 0.01
+    assert curve.accuracy[0] == curve.accuracy[-1] == 1.0
+    assert barrier_of(curve).accuracy > 0.1
 
 
 def refusals() -> list[tuple[str, Architecture, torch.Tensor, torch.Tensor | None]]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -284,7 +286,8 @@ def _uniform_logits(source: str, width: int | None) -> Coordinate:
     return Coordinate(f"{source} uniform", "shifts", None, () if width is None else (width,), take, put)
 
 
-def coordinates(architecture: Architecture) -> dict[str, Coordinate]:
+@lru_cache(maxsize=64)
+def coordinates(architecture: Architecture) -> Mapping[str, Coordinate]:
     """Every gauge coordinate of `architecture`, in the order in which :func:`fold` takes them.
 
     Not among them, although `coset.symmetry` counts them: scales that a norm undoes only at ε = 0, and the blind part of a LayerNorm's readers where its
@@ -327,7 +330,7 @@ def coordinates(architecture: Architecture) -> dict[str, Coordinate]:
         found.append(_uniform_logits("head", a.width))
     if a.probabilities and "head_bias" in specs:
         found.append(_uniform_logits("head_bias", None))
-    return {c.name: c for c in found}
+    return MappingProxyType({c.name: c for c in found})
 
 
 def _writes(a: Architecture, spec: TensorSpec) -> bool:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -183,9 +185,10 @@ def _specs(a: Architecture) -> Iterator[TensorSpec]:
             yield TensorSpec("head_bias", (Axis("class", a.outputs.classes),))
 
 
-def tensors(architecture: Architecture) -> dict[str, TensorSpec]:
+@lru_cache(maxsize=128)
+def tensors(architecture: Architecture) -> Mapping[str, TensorSpec]:
     """Every canonical tensor of `architecture`, in forward order, by name."""
-    return {spec.name: spec for spec in _specs(architecture)}
+    return MappingProxyType({spec.name: spec for spec in _specs(architecture)})
 
 
 def readers(architecture: Architecture, norm: str) -> tuple[TensorSpec, ...]:

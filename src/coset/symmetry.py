@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -261,7 +261,8 @@ class Symmetry:
         }
 
 
-def group(architecture: Architecture, spaces: frozenset[str] | None = None) -> Product:
+@lru_cache(maxsize=64)
+def group(architecture: Architecture) -> Product:
     """The product group that acts on the normal form of `architecture`: factors ``stream``, ``layers.i.heads``, ``layers.i.neurons``.
 
     A pinned stream has no factor.
@@ -273,7 +274,7 @@ def group(architecture: Architecture, spaces: frozenset[str] | None = None) -> P
     for i, layer in enumerate(architecture.layers):
         factors[f"layers.{i}.heads"] = head_group(layer.attention)
         factors[f"layers.{i}.neurons"] = mlp_group(layer.mlp)
-    return Product(factors if spaces is None else {k: g for k, g in factors.items() if k in spaces})
+    return Product(factors)
 
 
 def _qk(attention: Attention) -> Entry:
@@ -350,21 +351,33 @@ def _layer(architecture: Architecture, layer: Layer) -> LayerAccount:
     )
 
 
-def _stream_scale(architecture: Architecture) -> int:
-    """1 where the stream may be scaled (undone by the norms, up to their ε), else 0."""
-    if isinstance(architecture.outputs, StreamOutput) or (
-        isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored
-    ):
-        return 0
-    normalised = all(
-        layer.arrangement == "pre" and layer.attention_norm.kind != "none" and (layer.mlp_norm is None or layer.mlp_norm.kind != "none")
-        for layer in architecture.layers
-    )
-    if not normalised or (architecture.embedding_norm.kind != "none" and not architecture.embedding_norm.has_gain):
-        return 0
+def _fixed_table(architecture: Architecture) -> bool:
+    """Whether a position table is part of the function, not of the parameters."""
+    return isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored
+
+
+def _scales(architecture: Architecture, stream: Group | None) -> int:
+    """Scales that norms or linear maps undo (up to a norm's ε): of the stream, of what an embedding norm reads, of what an output norm reads.
+
+    The stream takes the scale of its writers. What follows is a norm, or a linear map that takes the inverse, except at the end: tied, the
+    unembedding has the scale of the input, and only a gain or the stream's own scale can make up for it.
+    """
+    if isinstance(stream, GeneralLinear):
+        return 0  # GL(d) holds it
+    first, final = architecture.embedding_norm, architecture.final_norm
+    # Each free scale as (its effect on the stream, its effect on the embedding).
+    free = [] if _fixed_table(architecture) else [(0, 1) if first.kind != "none" else (1, 1)]
+    free += [(1, 0)] if first.has_gain else []
+    written = [n for layer in architecture.layers if layer.arrangement == "output" for n in (layer.attention_norm, layer.mlp_norm) if n]
+    if any(n.kind != "none" and not n.has_gain for n in written):
+        free = [(s, e) for s, e in free if not s]  # what such a norm writes has a scale of its own
     if architecture.tied:
-        return int(architecture.final_norm.has_gain)
-    return 1
+        logits = [e * (not final.has_gain) + s * (final.kind == "none") for s, e in free]
+    elif isinstance(architecture.outputs, StreamOutput):
+        logits = [s * (final.kind == "none") for s, _ in free]
+    else:
+        logits = [0 for _ in free]
+    return len(free) - any(logits) + sum(n.kind != "none" for n in written)
 
 
 def _reads(architecture: Architecture) -> dict[str, Norm]:
@@ -391,7 +404,7 @@ def _reader_shifts(architecture: Architecture) -> Iterator[Entry]:
                 yield Entry(f"{name} bias", f"R^{architecture.width}", 1, architecture.width, "moves into the output bias")
             continue
         columns = [(math.prod(s.shape) // architecture.width, f"{s.name}_bias" in specs) for s in readers(architecture, name)]
-        biased = sum(n for n, has in columns if has)
+        biased = sum(n for n, has in columns if has) + _forgetful_keys(architecture, name)
         total = sum(n for n, _ in columns)
         if norm.has_bias:
             yield Entry(
@@ -406,44 +419,106 @@ def _reader_shifts(architecture: Architecture) -> Iterator[Entry]:
             yield Entry(f"{name} readers", f"R^{free}", 1, free, "a normalised stream has mean zero: readers are blind along diag(gain)⁻¹1")
 
 
+def _keys_forget(attention: Attention) -> bool:
+    """Whether a constant added to the keys is invisible: it shifts whole softmax rows, if nothing rotates or normalises it."""
+    return attention.qk_norm is None and not attention.planes
+
+
+def _constants(architecture: Architecture) -> Iterator[tuple[bool, int]]:
+    """The stream's reading points in order, after the input: (a constant in the stream is absorbed there, constants written after it).
+
+    Without a norm, a constant added to the stream moves into the biases that read it. Constants written are counted in dimensions: those of
+    the output biases, and those of the values (value biases, or the blind part of the value maps where LayerNorm adds a bias).
+    """
+    d = architecture.width
+    for layer in architecture.layers:
+        a = layer.attention
+        norm = layer.attention_norm
+        inner = layer.mlp.mlp if isinstance(layer.mlp, Experts) else layer.mlp
+        attention_absorbs = norm.kind == "none" and a.query_bias and (a.key_bias or _keys_forget(a))
+        mlp_absorbs = (layer.mlp_norm or norm).kind == "none" and inner.up_bias and not isinstance(layer.mlp, Experts)
+        values = a.value_bias or (norm.kind == "layer" and norm.has_bias)
+        written = (a.kv_heads * a.value_dim if values else 0) + (d if a.output_bias else 0)
+        down = d if inner.down_bias else 0
+        if layer.parallel:
+            yield attention_absorbs and mlp_absorbs, written + down
+        else:
+            yield attention_absorbs, written
+            yield mlp_absorbs, down
+
+
+def _surplus(architecture: Architecture, tables: int) -> int:
+    """Dimensions in which constants written to the stream cancel each other.
+
+    Between two points that see every constant (all but **1**, under LayerNorm) the constants must add up to zero; a point that absorbs them
+    joins the stretches on its two sides.
+    """
+    d = architecture.width
+    visible = d - removes_mean(architecture)
+    stretch, surplus = tables * visible, 0
+    if architecture.embedding_norm.kind != "none":
+        stretch = d if architecture.embedding_norm.has_bias else 0
+    for absorbs, written in _constants(architecture):
+        if not absorbs:
+            surplus += max(0, stretch - visible)
+            stretch = 0
+        stretch += written
+    absorbed = architecture.final_norm.kind == "none" and "head_bias" in tensors(architecture)
+    surplus += stretch if absorbed else max(0, stretch - visible)
+    return surplus
+
+
+def _tied_shift(architecture: Architecture) -> Iterator[Entry]:
+    """A tied table may move along the direction in which its own unembedding is blind, where the input can make up for it."""
+    final = architecture.final_norm
+    if not architecture.tied or architecture.probabilities or final.kind != "layer":
+        return  # probabilities forget any constant in the table: it is one of the movable tables then
+    if final.has_bias and "head_bias" not in tensors(architecture):
+        return
+    first = architecture.embedding_norm
+    blind = not final.has_gain and (first.kind == "layer" or bool(removes_mean(architecture)))
+    if _movable_tables(architecture) or blind:
+        yield Entry("tied table", "R", 1, 1, "the unembedding is blind along diag(gain)⁻¹1; another table of the input takes the constant back")
+
+
+def _forgetful_keys(architecture: Architecture, norm: str) -> int:
+    """Key columns without a bias, reading the named norm, whose constants shift whole softmax rows."""
+    found = 0
+    for i, layer in enumerate(architecture.layers):
+        a = layer.attention
+        if norm == f"layers.{i}.attention_norm" and not a.key_bias and a.qk_norm is None:
+            found += a.kv_heads * len(a.still_lanes)
+    return found
+
+
 def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
-    """Constants written to the stream at one place add up; under LayerNorm everything written along **1** is invisible."""
+    """Constants written to the stream add up; under LayerNorm everything written along **1** is invisible."""
     d = architecture.width
     centred = removes_mean(architecture)
-    visible = d - centred
     specs = tensors(architecture)
-    blind = 0
-    surplus = 0
-    for i, layer in enumerate(architecture.layers):
-        p = f"layers.{i}"
-        a = layer.attention
-        constants = [(a.kv_heads * a.value_dim if a.value_bias else 0) + (d if a.output_bias else 0)]
-        own = max(0, constants[0] - d) if a.value_bias else 0
-        down = d if f"{p}.mlp.down_bias" in specs else 0
-        constants = [constants[0] + down] if layer.parallel else [constants[0], down]
-        if layer.arrangement == "pre":
-            surplus += sum(max(0, c - visible) for c in constants) - own
-        if centred:
-            blind += a.heads * a.value_dim + math.prod(specs[f"{p}.mlp.down"].shape) // d
-    surplus_why = "constants written to the stream at one place add up" + (" (modulo 1, which LayerNorm removes)" if centred else "")
-    if surplus:
-        yield Entry("biases written together", f"R^{surplus}", 1, surplus, surplus_why)
-    learned = isinstance(architecture.positions, LearnedPositions)
-    table = learned or (isinstance(architecture.positions, Sinusoidal) and architecture.positions.stored)
-    inputs = architecture.inputs
+    input_blind = architecture.embedding_norm.kind == "layer" or bool(centred)
+    tables = _movable_tables(architecture)
+    moving = max(0, tables - 1) * (d - input_blind)
+    if moving:
+        yield Entry("input tables", f"R^{moving}", 1, moving, "a constant moves from one table of the input to another")
+    if all(layer.arrangement == "pre" for layer in architecture.layers):
+        first = moving if architecture.embedding_norm.kind == "none" else 0
+        own = sum(s.dimension for layer in architecture.layers for s in _attention_shifts(layer.attention, d) if s.space == "value bias")
+        surplus = _surplus(architecture, tables) - first - own
+        if surplus:
+            why = "constants written to the stream add up" + (" (modulo 1, which LayerNorm removes)" if centred else "")
+            if any(absorbs for absorbs, _ in _constants(architecture)):
+                why += "; biases that read the stream without a norm absorb them"
+            yield Entry("written biases", f"R^{surplus}", 1, surplus, why)
     unused = architecture.positions.offset if isinstance(architecture.positions, LearnedPositions) else 0
     if unused:
         yield Entry("unused positions", f"R^{unused * d}", 1, unused * d, "rows of the position table that no position reads")
-    moving = 0
-    input_blind = architecture.embedding_norm.kind == "layer" or bool(centred)
-    if isinstance(inputs, Tokens):
-        movable = not architecture.tied or architecture.probabilities
-        moving = max(0, movable + table + bool(inputs.types) - 1)
-    elif isinstance(inputs, Patches):
-        moving = table * (inputs.bias + inputs.class_token)
-    if moving:
-        size = moving * (d - input_blind)
-        yield Entry("input tables", f"R^{size}", 1, size, "a constant moves from one table of the input to another")
+    blind = 0
+    if centred:
+        for i, layer in enumerate(architecture.layers):
+            blind += layer.attention.heads * layer.attention.value_dim + math.prod(specs[f"layers.{i}.mlp.down"].shape) // d
+            if isinstance(layer.mlp, Experts) and layer.mlp.mlp.down_bias:
+                blind += layer.mlp.count - 1  # moved together they are among the constants
     if input_blind:
         rows = ["embed.types", "embed.patches", "embed.positions", *(() if architecture.tied else ("embed.tokens",))]
         blind += sum(specs[r].shape[0] for r in rows if r in specs) - unused
@@ -452,6 +527,18 @@ def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
             blind += 1  # all tokens move together along 1: the stream forgets it, the softmax too
     if blind:
         yield Entry("writers along 1", f"R^{blind}", 1, blind, "LayerNorm removes the mean of whatever is written to the stream")
+
+
+def _movable_tables(architecture: Architecture) -> int:
+    """In how many ways the same constant can be added to the whole input."""
+    table = isinstance(architecture.positions, LearnedPositions) or (
+        isinstance(architecture.positions, Sinusoidal) and architecture.positions.stored
+    )
+    inputs = architecture.inputs
+    if isinstance(inputs, Tokens):
+        return (not architecture.tied or architecture.probabilities) + table + bool(inputs.types)
+    # With a class token in front, it and the bias of the patches are two constants, and a table can take either.
+    return table * (inputs.bias + inputs.class_token) + (table or inputs.bias)
 
 
 def removes_mean(architecture: Architecture) -> int:
@@ -487,7 +574,7 @@ def _router_shifts(architecture: Architecture) -> Iterator[Entry]:
 
 def _notes(architecture: Architecture, scale: int) -> Iterator[str]:
     if scale:
-        yield "the stream's scale is undone by norms with ε = 0; it is counted, and never moved"
+        yield "scales of the stream are undone by norms with ε = 0; they are counted, and never moved"
     if any(layer.arrangement != "pre" for layer in architecture.layers):
         yield "post-norm: the total counts the listed spaces only; flows that pass through several norms are not listed"
     for i, layer in enumerate(architecture.layers):
@@ -516,13 +603,14 @@ def symmetry(architecture: Architecture) -> Symmetry:
     attention, d_h² per head for queries and keys; a rotary encoding shrinks it to d_h. The stream, gains and shifts are derived in docs/theory.md.
     """
     stream = stream_group(architecture)
-    scale = _stream_scale(architecture)
+    scale = _scales(architecture, stream)
     name = "1" if stream is None else stream.name
     if scale:
-        name = "R_{>0}" if name == "1" else f"{name} × R_{{>0}}"
+        positive = "R_{>0}" if scale == 1 else f"R_{{>0}}^{scale}"
+        name = positive if name == "1" else f"{name} × {positive}"
     final = architecture.final_norm
     foldable = final.has_gain and not architecture.tied and not isinstance(architecture.outputs, StreamOutput)
-    shifts = (*_writer_shifts(architecture), *_reader_shifts(architecture), *_router_shifts(architecture), *_output_shifts(architecture))
+    shifts = tuple(rule for rules in (_writer_shifts, _tied_shift, _reader_shifts, _router_shifts, _output_shifts) for rule in rules(architecture))
     return Symmetry(
         architecture=architecture,
         layers=tuple(_layer(architecture, layer) for layer in architecture.layers),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coset.groups import Element, Group
+from coset.groups import Element, Group, MatrixGroup
 from coset.groups.base import CONDITION
 
 BATCHES = st.sampled_from([(), (3,), (2, 3), (1,)])
@@ -249,10 +249,13 @@ class LieLaws(LinearLaws):
         n = group.n
         equations = self.conditions(group, torch.eye(n * n, dtype=torch.float64).reshape(-1, n, n)).reshape(n * n, -1).mT
         _, values, vh = torch.linalg.svd(equations, full_matrices=True)
-        rank = int((values > 1e-9 * values.max().clamp(min=1.0)).sum())
+        rank = int((values > 1e-9).sum())
         assert group.dimension == n * n - rank
         for vector in vh[rank:]:
             assert group.belongs(self.element(group, torch.matrix_exp(0.1 * vector.reshape(n, n))))
+        if isinstance(group, MatrixGroup):
+            for vector in vh[:rank]:
+                assert not group.belongs(torch.matrix_exp(0.1 * vector.reshape(n, n)))
 
 
 class CompactLaws:

@@ -17,6 +17,8 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
+from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any
 
@@ -200,7 +202,8 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _against_index(folder: Path, names: Mapping[str, str], shards: Iterable[Shard]) -> None:
-    faults, at = [], {}
+    faults: list[str] = []
+    at: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
             if tensor.name in at:
@@ -316,14 +319,18 @@ class Checkpoint:
         )
         return Checkpoint(folder, config, shards, indexed, {k: v for _, loaded in pairs for k, v in loaded.items()})
 
-    @property
-    def tensors(self) -> dict[str, Stored]:
+    @cached_property
+    def _where(self) -> dict[str, tuple[Shard, Stored]]:
+        return {tensor.name: (shard, tensor) for shard in self.shards for tensor in shard.tensors}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
         """Every stored tensor by name, shard by shard."""
-        return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
+        return {name: tensor for name, (_, tensor) in self._where.items()}
 
     def owner(self, name: str) -> Shard:
         """The shard that holds the named tensor."""
-        return next(shard for shard in self.shards if any(tensor.name == name for tensor in shard.tensors))
+        return self._where[name][0]
 
     def read(self, name: str) -> Tensor:
         """The named tensor, in its stored dtype and shape.
@@ -333,27 +340,25 @@ class Checkpoint:
         CosetError
             If there is no such tensor, or the file changed since it was opened.
         """
-        for shard in self.shards:
-            for tensor in shard.tensors:
-                if tensor.name != name:
-                    continue
-                if name in self._unpickled:
-                    return self._unpickled[name].detach()
-                buffer = torch.empty(tensor.end - tensor.begin, dtype=torch.uint8)
-                try:
-                    with open(shard.path, "rb", buffering=0) as file:
-                        file.seek(shard.start + tensor.begin)
-                        _fill(file, memoryview(buffer.numpy()), shard.path)
-                except OSError as error:
-                    raise CosetError(f"{shard.path}: cannot read: {error.strerror}") from None
-                return buffer.view(tensor.torch_dtype).reshape(tensor.shape)
-        raise CosetError(f"{self.path}: there is no tensor {name}")
+        if name not in self._where:
+            raise CosetError(f"{self.path}: there is no tensor {name}")
+        if name in self._unpickled:
+            return self._unpickled[name].detach()
+        shard, tensor = self._where[name]
+        buffer = torch.empty(tensor.end - tensor.begin, dtype=torch.uint8)
+        try:
+            with open(shard.path, "rb", buffering=0) as file:
+                file.seek(shard.start + tensor.begin)
+                _fill(file, buffer.numpy().data, shard.path)
+        except OSError as error:
+            raise CosetError(f"{shard.path}: cannot read: {error.strerror}") from None
+        return buffer.view(tensor.torch_dtype).reshape(tensor.shape)
 
 
-def _fill(file: IO[bytes], target: memoryview, path: Path) -> None:
+def _fill(file: RawIOBase, target: memoryview, path: Path) -> None:
     done = 0
     while done < len(target):
-        count = file.readinto(target[done : done + (1 << 30)])  # type: ignore[attr-defined]
+        count = file.readinto(target[done : done + (1 << 30)])
         if not count:
             raise _corrupt(path, "it became shorter while it was read")
         done += count
@@ -408,7 +413,7 @@ def _extended(shards: tuple[Shard, ...], added: Mapping[str, tuple[str, tuple[in
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row-major."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _index(source: Checkpoint, shards: tuple[Shard, ...], added: bool) -> str:
@@ -443,7 +448,7 @@ class _Files:
         self.open: list[IO[bytes]] = []
         for shard in shards:
             head = _header(shard, {**shard.metadata, **metadata})
-            file = stack.enter_context(open(folder / shard.name, "w+b"))
+            file = stack.enter_context((folder / shard.name).open("w+b"))
             size = len(head) + max((t.end for t in shard.tensors), default=0)
             if sys.platform == "linux":
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk shows before the work, not after it
@@ -594,6 +599,6 @@ def _companions(
             shutil.copyfile(source.path / name, folder / name)
         else:
             left_out.append(str(name))
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for title, text in texts.items():
+        (folder / title).write_text(text, encoding="utf-8")
     return tuple(left_out)

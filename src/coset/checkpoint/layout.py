@@ -104,6 +104,12 @@ def interleaved_linear(stored: str, parts: Mapping[str, str], outer: str, into: 
     )
 
 
+def check_finite(name: str, stored: Tensor, owner: object) -> None:
+    """Raise if a tensor holds NaN or infinity."""
+    if not bool(torch.isfinite(stored).all()):
+        raise CosetError(f"{owner}: tensor {name} holds NaN or infinity; a checkpoint like that cannot be transformed or compared")
+
+
 # --- resolved against the sizes of an architecture --------------------------------------------------------------------
 
 
@@ -144,7 +150,9 @@ def _groups(pattern: str) -> list[list[str]]:
 
 
 def _place(entry: Entry, specs: Mapping[str, TensorSpec], names: Mapping[str, str], expert: int | None) -> Place:
-    slots, joined, at = [], [], 0
+    slots: list[Slot] = []
+    joined: list[int] = []
+    at = 0
     for part in entry.parts:
         spec = specs[part.canonical.format_map(names)]
         sizes = {axis.space: axis.size for axis in spec.axes if expert is None or axis.space != "expert"}
@@ -218,8 +226,8 @@ class Table:
         dropped = set(names)
         return Table(self.specs, tuple(place for place in self.places if place.stored not in dropped))
 
-    def canonical(self, layer: int | None, read: Callable[[str], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The canonical tensors of one layer (None: of the two ends), cast to `dtype`, in canonical order.
+    def canonical(self, layer: int | None, read: Callable[[str], Tensor], dtype: torch.dtype, owner: object) -> dict[str, Tensor]:
+        """The canonical tensors of one layer (None: of the two ends), cast to `dtype`, in canonical order; errors name the `owner`.
 
         Raises
         ------
@@ -231,15 +239,14 @@ class Table:
             if place.layer != layer:
                 continue
             stored = read(place.stored)
-            if not bool(torch.isfinite(stored).all()):
-                raise CosetError(f"tensor {place.stored} holds NaN or infinity; a checkpoint like that cannot be transformed or compared")
+            check_finite(place.stored, stored, owner)
             for slot, view in place.views(stored.contiguous()):
                 target = self._target(out, slot)
                 if not place.mirror:
                     target.copy_(view)
                 elif not torch.equal(target, view.to(dtype)):
                     raise CosetError(
-                        f"tensor {place.stored} differs from {self._holder(slot.canonical)}, while the config ties them: "
+                        f"{owner}: tensor {place.stored} differs from {self._holder(slot.canonical)}, while the config ties them: "
                         "transformers would load them untied; set tie_word_embeddings to false, or remove one of the two"
                     )
         return out

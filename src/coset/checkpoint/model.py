@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from coset.checkpoint import files
 from coset.checkpoint.config import Config, refuse_everywhere
 from coset.checkpoint.families import FAMILIES, Family, Head, Layout
 from coset.checkpoint.files import Checkpoint
-from coset.checkpoint.layout import Table, expand
+from coset.checkpoint.layout import Table, check_finite, expand
 from coset.errors import CosetError
 from coset.parameters import tensors
 
@@ -93,10 +93,7 @@ class Model:
         return {name: found[name] for name in tensors(self.architecture)}
 
     def _read(self, layer: int | None, dtype: torch.dtype) -> Block:
-        try:
-            return self.table.canonical(layer, self.checkpoint.read, dtype)
-        except CosetError as error:
-            raise CosetError(f"{self.path}: {error}") from None
+        return self.table.canonical(layer, self.checkpoint.read, dtype, self.path)
 
 
 def _head(config: Config, family: Family) -> tuple[str, Head]:
@@ -116,7 +113,8 @@ def _layout(checkpoint: Checkpoint, family: Family, config: Config) -> tuple[Lay
             if anchors[-1] in present:
                 return layout, body
     raise CosetError(
-        f"{checkpoint.path}: the tensors are not those of the architecture: {family.model_type} files hold one of {', '.join(anchors)}; none is there"
+        f"{checkpoint.path}: the tensors are not those of the architecture: "
+        f"{family.model_type} files hold one of {', '.join(anchors)}; none is there"
     )
 
 
@@ -223,6 +221,21 @@ def _untied_config(value: Any) -> Any:
     return {k: False if k == "tie_word_embeddings" else _untied_config(v) for k, v in value.items()}
 
 
+def _check_finite(model: Model, layer: int | None) -> None:
+    for place in model.table.places:
+        if place.layer == layer:
+            check_finite(place.stored, model.checkpoint.read(place.stored), model.path)
+
+
+def _squares(exact: Tensor, cast: Tensor) -> tuple[float, float]:
+    """Squared norms of the cast's error and of the exact tensor, piece by piece: embeddings are large."""
+    error = size = 0.0
+    for a, b in zip(torch.split(exact.reshape(-1), 1 << 22), torch.split(cast.reshape(-1), 1 << 22), strict=True):
+        error += float((b.to(torch.float64) - a).square().sum())
+        size += float(a.to(torch.float64).square().sum())
+    return error, size
+
+
 @dataclass(frozen=True)
 class Saved:
     """What :func:`save` wrote.
@@ -245,6 +258,7 @@ def save(
     model: Model,
     transform: Callable[[int | None, Block], Mapping[str, Tensor]],
     *,
+    only: Collection[int | None] | None = None,
     untied: bool = False,
     metadata: Mapping[str, str] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -258,6 +272,8 @@ def save(
     ----------
     transform
         (layer, its canonical tensors in `dtype`) -> its new ones; layer None is the ends, and comes first. May return its argument.
+    only
+        The blocks that `transform` changes (None in it: the ends); the others are checked for NaN and copied byte for byte.
     untied
         Write an unembedding of its own: `transform` must then return ``head`` [stream, vocabulary] for the ends, and the config's tie flags
         are switched off.
@@ -281,15 +297,20 @@ def save(
     def stored() -> Iterator[tuple[str, Tensor]]:
         layers: list[int | None] = [None, *range(len(model.architecture.layers))]
         for done, layer in enumerate(layers):
-            block = model.ends(dtype) if layer is None else model.block(layer, dtype)
-            for name, exact in written.table.stored(layer, transform(layer, block)):
-                cast = exact.to(files.DTYPES[present[name].dtype if name in present else added[name][0]])
-                difference = float((cast.to(exact.dtype) - exact).norm())
-                if not math.isfinite(difference):
-                    raise CosetError(f"{model.path}: tensor {name} is not finite after the cast to {cast.dtype}; its values left the range")
-                squares[0] += difference**2
-                squares[1] += float(exact.norm()) ** 2
-                yield name, cast
+            if only is not None and layer not in only:
+                _check_finite(model, layer)
+            else:
+                block = model.ends(dtype) if layer is None else model.block(layer, dtype)
+                changed = transform(layer, block)
+                del block  # before the next one is read
+                for name, exact in written.table.stored(layer, changed):
+                    cast = exact.to(files.DTYPES[present[name].dtype if name in present else added[name][0]])
+                    error, size = _squares(exact, cast)
+                    if not math.isfinite(error):
+                        raise CosetError(f"{model.path}: tensor {name} is not finite in {cast.dtype}: its new values leave the range")
+                    squares[0] += error
+                    squares[1] += size
+                    yield name, cast
             if progress is not None:
                 progress(done + 1, len(layers))
 

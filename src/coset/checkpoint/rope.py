@@ -170,10 +170,10 @@ def rotary(
     base = scaling.number("rope_theta", config.number(theta_name, theta))
     share = scaling.number("partial_rotary_factor", config.number(fraction_name, fraction))
     dim = int(head_dim * share)
-    if dim < 1 or base <= 1:
-        raise scaling.fault(
-            "partial_rotary_factor" if dim < 1 else "rope_theta", f"base {base:g} turns {dim} of {head_dim} lanes; expected lanes to turn"
-        )
+    if dim < 1:
+        raise scaling.fault("partial_rotary_factor", f"{share:g} of {head_dim} lanes leaves none to turn")
+    if base <= 1:
+        raise scaling.fault("rope_theta", f"expected a base above 1, got {base:g}")
     magnitude = 1.0
     if kind == "linear":
         frequencies = _standard(base, dim) / scaling.number("factor")

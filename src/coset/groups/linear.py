@@ -68,13 +68,15 @@ def _fixed_faults(fixed: Tensor | None, n: int) -> None:
         return
     if fixed.ndim != 2 or fixed.shape[1] != n or fixed.shape[0] > n:
         raise CosetError(f"fixed vectors must be rows [k <= {n}, {n}], got {list(fixed.shape)}")
+    if fixed.dtype != torch.float64:
+        raise CosetError(f"fixed vectors must be float64, got {fixed.dtype}")
     if not torch.allclose(fixed @ fixed.mT, torch.eye(len(fixed), dtype=fixed.dtype), atol=1e-9):
         raise CosetError("fixed vectors must be orthonormal rows")
 
 
 @dataclass(frozen=True)
 class GeneralLinear(MatrixGroup):
-    """GL(n): every invertible matrix; with `fixed` (orthonormal rows [k, n]) those S with ``fixed S = fixed``."""
+    """GL(n): every invertible matrix; with `fixed` (orthonormal rows [k, n], float64) those S with ``fixed S = fixed``."""
 
     fixed: Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -98,7 +100,7 @@ class GeneralLinear(MatrixGroup):
             right = random_orthogonal(generator, self.n, batch)
             return ((left * log_uniform(generator, (*batch, self.n), torch.float64)[..., None, :]) @ right).to(dtype)
         # The condition numbers of the two factors multiply: 2 for the scales, below 2 for a shear of norm at most a half.
-        keep = self.fixed.to(torch.float64)
+        keep = self.fixed
         free = _complement(keep)
         left, right = (random_orthogonal(generator, len(free), batch) for _ in range(2))
         scale = log_uniform(generator, (*batch, len(free)), torch.float64).sqrt()
@@ -120,7 +122,7 @@ class GeneralLinear(MatrixGroup):
 
 @dataclass(frozen=True)
 class Orthogonal(MatrixGroup):
-    """O(n); with `fixed` (orthonormal rows [k, n]) the subgroup O(n - k) that leaves them where they are.
+    """O(n); with `fixed` (orthonormal rows [k, n], float64) the subgroup O(n - k) that leaves them where they are.
 
     LayerNorm fixes the all-ones direction; a position table that is part of the function fixes its rows.
     """

@@ -1,0 +1,177 @@
+"""What the solvers compare: a layer's tensors as stacked columns, one block of lanes at a time.
+
+Weights and bias of a reader are stacked, ``[W; b]``, one row more than the stream is wide. A *metric* Σ (second moment of the input, with a one appended)
+replaces the identity in every inner product on the input side; with Σ = F Fᵀ that is the plain inner product of ``Fᵀ [W; b]``,
+so the solvers never see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coset.architecture import MLP, Architecture, Attention, Experts
+from coset.errors import CosetError
+from coset.groups import Block, RotaryCommutant
+from coset.parameters import Parameters
+from coset.symmetry import qk_group
+
+Metric = Mapping[str, Tensor]
+"""Second moments [width + 1, width + 1] of ``[x, 1]`` for the inputs x of maps, by site (``layers.i.attention.input``, ``layers.i.mlp.input``)."""
+
+
+def metric_factor(metric: Metric | None, site: str, dtype: torch.dtype) -> Tensor | None:
+    """F with Σ = F Fᵀ for a site of the metric, or None where there is no metric.
+
+    Raises
+    ------
+    CosetError
+        If Σ is not symmetric positive semidefinite.
+    """
+    if metric is None:
+        return None
+    if site not in metric:
+        raise CosetError(f"metric: no second moment for {site}; it has {', '.join(metric)}")
+    moment = metric[site].to(torch.float64)
+    if not torch.allclose(moment, moment.mT, rtol=1e-6, atol=1e-9 * float(moment.abs().max())):
+        raise CosetError(f"metric: the second moment of {site} is not symmetric")
+    values, vectors = torch.linalg.eigh(moment)
+    if float(values[0]) < -1e-6 * float(values[-1]):
+        raise CosetError(f"metric: the second moment of {site} is not positive semidefinite (smallest eigenvalue {float(values[0]):.3g})")
+    return (vectors * values.clamp_min(0).sqrt()).to(dtype)
+
+
+def stacked(weight: Tensor, bias: Tensor | None, factor: Tensor | None) -> Tensor:
+    """``[W; b]``, times Fᵀ where there is a metric: [rows, ...] from W [width, ...] and b [...]."""
+    row = torch.zeros_like(weight[:1]) if bias is None else bias.unsqueeze(0)
+    both = torch.cat([weight, row])
+    return both if factor is None else torch.tensordot(factor, both, dims=([0], [0]))
+
+
+@dataclass(frozen=True)
+class QKBlocks:
+    """Blocks of lanes of one kind and size, stacked: q [block, kv, query, rows, m], k [block, kv, rows, m]; complex where lanes turn."""
+
+    blocks: tuple[Block, ...]
+    q: Tensor
+    k: Tensor
+
+
+@dataclass(frozen=True)
+class HeadFeatures:
+    """Attention of one layer.
+
+    Attributes
+    ----------
+    qk
+        Queries and keys block by block; under QK-norm one real block holds all lanes.
+    v, o
+        [kv, rows, m] and [kv, query, m, width].
+    per_query
+        Further numbers that only travel with the heads, [kv, query, n]: position-bias rows, per-head gains.
+    """
+
+    qk: tuple[QKBlocks, ...]
+    v: Tensor
+    o: Tensor
+    per_query: Tensor | None
+
+
+def head_features(architecture: Architecture, i: int, p: Parameters, factor: Tensor | None = None, *, circuits: bool = False) -> HeadFeatures:
+    """Features of layer i's attention from its canonical tensors.
+
+    With `circuits` the biases that no output can see (a key bias without rotation, a value bias beside an output bias) are left out: the products
+    ``Q Kᵀ`` and ``V O`` of what remains are invariant.
+    """
+    a = architecture.layers[i].attention
+    prefix = f"layers.{i}.attention"
+    k_bias, v_bias = p.get(f"{prefix}.k_bias"), p.get(f"{prefix}.v_bias")
+    if circuits and k_bias is not None and a.qk_norm is None and a.still_lanes:
+        k_bias = k_bias.clone()
+        k_bias[..., torch.tensor(a.still_lanes)] = 0
+    if circuits and a.output_bias:
+        v_bias = None
+    q = stacked(p[f"{prefix}.q"], p.get(f"{prefix}.q_bias"), factor).permute(1, 2, 0, 3)
+    k = stacked(p[f"{prefix}.k"], k_bias, factor).permute(1, 0, 2)
+    v = stacked(p[f"{prefix}.v"], v_bias, factor).permute(1, 0, 2)
+    return HeadFeatures(_blocks(a, q, k), v, p[f"{prefix}.o"], _per_query(a, prefix, p))
+
+
+def _per_query(a: Attention, prefix: str, p: Parameters) -> Tensor | None:
+    parts = []
+    table = p.get(f"{prefix}.position_bias")
+    if table is not None:
+        parts.append((table - table.mean(0)).permute(1, 2, 0))
+    if a.qk_norm == "all":
+        q_gain, k_gain = p[f"{prefix}.q_gain"], p[f"{prefix}.k_gain"]
+        parts += [q_gain, k_gain.unsqueeze(1).expand_as(q_gain)]
+    return torch.cat(parts, -1) if parts else None
+
+
+def lane_blocks(a: Attention) -> tuple[tuple[Block, ...], ...]:
+    """Blocks of the QK group, grouped by kind and size so that each group is solved in one batch."""
+    group = qk_group(a)
+    if not isinstance(group, RotaryCommutant):
+        return ((Block(tuple(range(a.head_dim)), None),),)
+    kinds: dict[tuple[bool, int], list[Block]] = {}
+    for block in group.blocks:
+        kinds.setdefault((block.imaginary is None, block.size), []).append(block)
+    return tuple(tuple(blocks) for blocks in kinds.values())
+
+
+def _blocks(a: Attention, q: Tensor, k: Tensor) -> tuple[QKBlocks, ...]:
+    out = []
+    for blocks in lane_blocks(a):
+        real = torch.tensor([b.real for b in blocks])
+        parts = [torch.movedim(x[..., real], -2, 0) for x in (q, k)]
+        if blocks[0].imaginary is not None:
+            imaginary = torch.tensor([b.imaginary for b in blocks])
+            parts = [torch.complex(r.contiguous(), torch.movedim(x[..., imaginary], -2, 0).contiguous()) for r, x in zip(parts, (q, k), strict=True)]
+        out.append(QKBlocks(blocks, *parts))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class NeuronFeatures:
+    """An MLP, one column a neuron, with a leading expert axis where there are experts.
+
+    Attributes
+    ----------
+    covariant
+        ``[up; up bias]``, [.., rows, m]: scales with the neuron.
+    dual
+        ``down``ᵀ, [.., width, m]: scales inversely.
+    plain
+        ``[gate; gate bias]``, [.., rows, m], only reordered; None without a gate.
+    router
+        [rows, experts]; None without experts.
+    """
+
+    covariant: Tensor
+    dual: Tensor
+    plain: Tensor | None
+    router: Tensor | None
+
+
+def neuron_features(architecture: Architecture, i: int, p: Parameters, factor: Tensor | None = None) -> NeuronFeatures:
+    """Features of layer i's MLP from its canonical tensors."""
+    mlp: MLP | Experts = architecture.layers[i].mlp
+    prefix = f"layers.{i}.mlp"
+    experts = isinstance(mlp, Experts)
+
+    def columns(name: str) -> Tensor:
+        weight, bias = p[f"{prefix}.{name}"], p.get(f"{prefix}.{name}_bias")
+        # The stream axis leads in `stacked`, so experts step behind it and back.
+        both = stacked(weight.movedim(-2, 0), bias, factor)
+        return both.movedim(0, -2)
+
+    inner = mlp.mlp if isinstance(mlp, Experts) else mlp
+    return NeuronFeatures(
+        columns("up"),
+        p[f"{prefix}.down"].mT,
+        columns("gate") if inner.gated else None,
+        stacked(p[f"{prefix}.router"], None, factor) if experts else None,
+    )

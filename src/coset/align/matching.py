@@ -1,0 +1,416 @@
+"""Alignment: bring one model to another, space by space, until the distance stops falling.
+
+    minimise  Σ_tensors ‖A − g·B‖²   over the group elements g of the chosen spaces.
+
+Each step is exact for its space, given the others: heads (stage 1 and stage 2), neurons, stream. Layers are read one at a time, so a
+pair of checkpoints need never be in memory whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coset.align.features import Metric, head_features, metric_factor, neuron_features, stacked
+from coset.align.heads import Solvers, match_heads
+from coset.align.neurons import invariants, match_neurons, order_by_invariants, rescale
+from coset.align.stream import StreamProducts
+from coset.architecture import Architecture
+from coset.errors import CosetError
+from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Product, Wreath
+from coset.normal_form import Gauge, compatible_gauge, coordinates, fold, folded_architecture, unfold
+from coset.parameters import Parameters, check, tensors
+from coset.symmetry import group as symmetry_group
+from coset.transform import SPACES, Transform, act, check_spaces, gauge_names
+
+
+@dataclass(frozen=True)
+class Step:
+    """The objective after one step of the matching."""
+
+    name: str
+    objective: float
+
+
+@dataclass(frozen=True)
+class Match:
+    """What was found.
+
+    Attributes
+    ----------
+    transform
+        Carries the other model to the reference, into the reference's gauge.
+    history
+        Objective (squared distance in the gauge of the matching) at the start and after every step; it never rises.
+    notes
+        Degenerate spots and how they were handled.
+    """
+
+    transform: Transform
+    history: tuple[Step, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Alignment(Match):
+    """A match together with the aligned parameters (float64): the other model's function, next to the reference."""
+
+    parameters: dict[str, Tensor]
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being matched, how many blocks are done, and of how many."""
+
+
+def _block(architecture: Architecture, index: int | None) -> list[str]:
+    return [name for name, spec in tensors(architecture).items() if spec.layer == index]
+
+
+class _Problem:
+    """Two models in the gauge of the matching, one block at a time, and the element found so far.
+
+    Shifts are folded away on both sides. Gains are folded too where the stream turns; otherwise both sides get the reference's gains, so
+    that distances are those of the weights that will be interpolated.
+    """
+
+    def __init__(self, architecture: Architecture, reference: Parameters, other: Parameters, spaces: tuple[str, ...], metric: Metric | None):
+        self.architecture, self.reference, self.other, self.metric = architecture, reference, other, metric
+        self.names = gauge_names(architecture, spaces)
+        space = {name: c.space for name, c in coordinates(architecture).items()}
+        self.folded = folded_architecture(architecture, self.names)
+        groups = symmetry_group(self.folded).factors
+        self.groups: dict[str, Group] = {
+            key: g
+            for key, g in groups.items()
+            if (key == "stream" and "stream" in spaces)
+            or (key.endswith(".heads") and {"heads", "qk", "vo"} & set(spaces))
+            or (key.endswith(".neurons") and {"neurons", "experts"} & set(spaces))
+        }
+        self.kept = () if "stream" in self.groups else tuple(n for n in self.names if space[n] == "gains")
+        self.working = folded_architecture(architecture, [n for n in self.names if n not in self.kept])
+        self.blocks: list[int | None] = [None, *range(len(architecture.layers))]
+        self.source: dict[str, Tensor] = {}
+        self.target: dict[str, Tensor] = {}
+        self.notes: list[str] = []
+
+    def gauges(self) -> None:
+        """Read both models once: their gauges, and a check of every tensor."""
+        for index in self.blocks:
+            own = [self._read(p, index) for p in (self.reference, self.other)]
+            gauges = [fold(self.architecture, p, self.names)[2] for p in own]
+            target, notes = compatible_gauge(gauges[0], gauges[1])
+            self.source.update(gauges[1])
+            self.target.update(target)
+            self.notes += notes
+
+    def _read(self, p: Parameters, index: int | None) -> dict[str, Tensor]:
+        return {name: p[name].to(torch.float64) for name in _block(self.architecture, index)}
+
+    def _view(self, normal: Parameters) -> dict[str, Tensor]:
+        return unfold(self.architecture, normal, {n: self.target[n] for n in self.kept}) if self.kept else dict(normal)
+
+    def a(self, index: int | None) -> dict[str, Tensor]:
+        """Block of the reference."""
+        return self._view(fold(self.architecture, self._read(self.reference, index), self.names)[1])
+
+    def b(self, index: int | None, element: Mapping[str, Element]) -> dict[str, Tensor]:
+        """Block of the other model after `element`."""
+        normal = fold(self.architecture, self._read(self.other, index), self.names)[1]
+        return self._view(act(self.folded, element, normal))
+
+    def factor(self, site: str) -> Tensor | None:
+        """Factor of the metric at a site, in the gauge of the matching."""
+        return metric_factor(self.metric, site, torch.float64)
+
+    def distance(self, a: Parameters, b: Parameters) -> float:
+        """Squared distance of two blocks; readers in the metric, where there is one."""
+        total, specs = 0.0, tensors(self.working)
+        for name, x in a.items():
+            spec = specs[name]
+            site = None
+            if self.metric is not None and spec.layer is not None and spec.axis("stream") == 0 and spec.reads is not None:
+                part = "attention" if ".attention." in name else "mlp"
+                site = self.factor(f"layers.{spec.layer}.{part}.input")
+            if site is None and not (self.metric is not None and name.endswith(("q_bias", "k_bias", "v_bias", "up_bias", "gate_bias"))):
+                total += float((x - b[name]).square().sum())
+            elif site is not None:
+                bias = f"{name}_bias"
+                gap = a[bias] - b[bias] if bias in a else None
+                total += float(stacked(x - b[name], gap, site).square().sum())
+        return total
+
+
+def _improve(
+    problem: _Problem, key: str, a: Parameters, b: Parameters, before: float, proposals: list[Callable[[], tuple[Element, list[str]]]]
+) -> tuple[Element | None, Parameters, float, list[str]]:
+    """Take the first proposal that does not raise the block's distance; keep what is there if none does."""
+    for propose in proposals:
+        delta, notes = propose()
+        moved = act(problem.working, {key: delta}, b)
+        after = problem.distance(a, moved)
+        if after <= before * (1 + 1e-12):
+            return delta, moved, min(after, before), notes
+    return None, b, before, []
+
+
+def _match_layer(
+    problem: _Problem, i: int, a: Parameters, b: Parameters, solvers: Solvers, spaces: tuple[str, ...], element: dict[str, Element]
+) -> tuple[Parameters, list[tuple[str, float]], list[str]]:
+    """Heads, then neurons, of one layer. Updates `element`; returns the moved block, how far each step fell, and notes."""
+    w, falls, notes = problem.working, [], []
+    value = problem.distance(a, b)
+    key = f"layers.{i}.heads"
+    if key in problem.groups:
+        group = problem.groups[key]
+        assert isinstance(group, Wreath)
+        factor = problem.factor(f"layers.{i}.attention.input")
+        sides = [head_features(w, i, p, factor) for p in (a, b)]
+        circuits = (head_features(w, i, a, factor, circuits=True), head_features(w, i, b, factor, circuits=True))
+        delta, b, after, found = _improve(
+            problem,
+            key,
+            a,
+            b,
+            value,
+            [
+                lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces),
+                lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces, permute="keep"),
+            ],
+        )
+        if delta is not None:
+            element[key] = group.compose(element[key], delta)
+        falls.append((f"layer {i} heads", value - after))
+        notes += [f"layer {i}: {n}" for n in found]
+        value = after
+    key = f"layers.{i}.neurons"
+    if key in problem.groups:
+        group_ = problem.groups[key]
+        factor = problem.factor(f"layers.{i}.mlp.input")
+        f_a, f_b = (neuron_features(w, i, p, factor) for p in (a, b))
+        proposals: list[Callable[[], tuple[Element, list[str]]]] = [lambda: (match_neurons(group_, f_a, f_b, spaces), [])]
+        if isinstance(group_, Monomial):
+            proposals.append(lambda: (rescale(group_, f_a, f_b), []))
+        delta, b, after, _ = _improve(problem, key, a, b, value, proposals)
+        if delta is not None:
+            element[key] = group_.compose(element[key], delta)
+        falls.append((f"layer {i} neurons", value - after))
+    return b, falls, notes
+
+
+def _run(
+    problem: _Problem,
+    element: dict[str, Element],
+    *,
+    spaces: tuple[str, ...],
+    layers: tuple[int, ...],
+    solvers: Solvers,
+    cycles: int,
+    tolerance: float,
+    progress: Progress | None,
+) -> tuple[dict[str, Element], list[Step], list[str]]:
+    """Cycle over all spaces from a start. Returns the element, the objective step by step, and notes of the last pass."""
+    element = dict(element)
+    steps: list[Step] = []
+    notes: list[str] = []
+    moves_stream = "stream" in problem.groups
+    previous = math.inf
+    for cycle in range(cycles):
+        notes = []
+        products = StreamProducts.zero(problem.architecture.width, problem.groups["stream"]) if moves_stream else None
+        total, falls, size = 0.0, [], 0.0
+        for done, index in enumerate(problem.blocks):
+            if progress is not None:
+                progress(f"cycle {cycle + 1}", done, len(problem.blocks))
+            a, b = problem.a(index), problem.b(index, element)
+            total += problem.distance(a, b)
+            size += sum(float(x.square().sum()) for x in a.values())
+            if index is not None and index in layers:
+                b, fell, found = _match_layer(problem, index, a, b, solvers, spaces, element)
+                falls += fell
+                notes += found
+            if products is not None:
+                products.add(problem.working, a, b)
+        if cycle == 0:
+            steps.append(Step("start", total))
+        for name, fell in falls:
+            total = max(0.0, total - fell)
+            steps.append(Step(name, min(total, steps[-1].objective)))
+        if products is None:
+            break
+        group = problem.groups["stream"]
+        delta, fell = products.solve(group)
+        if fell > 0:
+            element["stream"] = group.compose(element["stream"], delta)
+            total = max(0.0, total - fell)
+        steps.append(Step("stream", min(total, steps[-1].objective)))
+        if previous - total <= tolerance * size:
+            break
+        previous = total
+    return element, steps, notes
+
+
+def _stream_starts(problem: _Problem) -> list[tuple[str, Element]]:
+    """Where to start the stream: as it is; from the ends of the model; and from neurons, matched by what no rotation changes."""
+    group, width = problem.groups["stream"], problem.architecture.width
+    starts = [("as it is", group.identity())]
+    identity = {key: g.identity() for key, g in problem.groups.items()}
+    ends = StreamProducts.zero(width, group)
+    ends.add(problem.working, problem.a(None), problem.b(None, identity))
+    if problem.architecture.tied or not isinstance(group, Monomial):
+        starts.append(("ends", ends.solve(group)[0]))
+    for i in range(len(problem.architecture.layers)):
+        neurons = symmetry_group(problem.working).factors[f"layers.{i}.neurons"]
+        if isinstance(neurons, Wreath):
+            return starts
+        a, b = problem.a(i), problem.b(i, identity)
+        f_a, f_b = neuron_features(problem.working, i, a), neuron_features(problem.working, i, b)
+        order = order_by_invariants(invariants(neurons, f_a), invariants(neurons, f_b))
+        delta: Element = order if isinstance(neurons, Permutation) else MonomialElement(order, torch.ones(len(order), dtype=torch.float64))
+        moved = act(problem.working, {f"layers.{i}.neurons": delta}, b)
+        if isinstance(neurons, Monomial) and neurons.scales in ("sign", "nonzero"):
+            # The sign of a neuron is not known yet; a gate has none, and finds the stream by itself.
+            only = [f"layers.{i}.mlp.gate", f"layers.{i}.mlp.gate_bias"]
+            ends.add(problem.working, {n: a[n] for n in only if n in a}, {n: moved[n] for n in only if n in a})
+            continue
+        if isinstance(neurons, Monomial):
+            f_b = neuron_features(problem.working, i, moved)
+            moved = act(problem.working, {f"layers.{i}.neurons": _balanced(neurons, f_a, f_b)}, moved)
+        ends.add(problem.working, {n: a[n] for n in a if ".mlp." in n}, {n: moved[n] for n in a if ".mlp." in n})
+    starts.append(("neurons", ends.solve(group)[0]))
+    return starts
+
+
+def _balanced(group: Monomial, f_a: object, f_b: object) -> MonomialElement:
+    """Positive scales that give B's neurons the same ratio of norms, read to written, as A's."""
+    ratio = []
+    for f in (f_a, f_b):
+        up, down = f.covariant.square().sum(-2), f.dual.square().sum(-2)  # type: ignore[attr-defined]
+        fine = (up > 0) & (down > 0)
+        ratio.append(torch.where(fine, up / torch.where(fine, down, torch.ones_like(down)), torch.ones_like(up)).pow(0.25))
+    return MonomialElement(torch.arange(group.n), ratio[0] / ratio[1])
+
+
+def match(
+    architecture: Architecture,
+    reference: Parameters,
+    other: Parameters,
+    *,
+    spaces: tuple[str, ...] = SPACES,
+    layers: tuple[int, ...] | None = None,
+    metric: Metric | None = None,
+    solvers: Solvers = Solvers(),
+    cycles: int = 100,
+    tolerance: float = 1e-10,
+    progress: Progress | None = None,
+) -> Match:
+    """Find the transform that brings `other` to `reference`, without applying it.
+
+    Parameters
+    ----------
+    architecture
+        Of both models.
+    reference, other
+        Canonical tensors by name. Any mapping will do; tensors are asked for block by block, so that a lazy one keeps memory at a layer.
+    spaces
+        What may move, of ``heads, qk, vo, neurons, experts, gains, shifts, stream``. The paper's two-stage algorithm is ``("heads", "qk", "vo")``.
+    layers
+        Layers whose heads and neurons are matched; default all.
+    metric
+        Second moments of the layers' inputs (`input_moments`), which replace the identity in the inner products of everything that reads
+        the stream. Needs the stream in place: not together with the space ``stream``.
+    solvers
+        How stage 2 is solved.
+    cycles, tolerance
+        With the stream, the cycle over all spaces ends when a pass gains less than `tolerance` of the reference's squared norm.
+
+    Returns
+    -------
+    Match
+
+    Raises
+    ------
+    CosetError
+        If spaces are unknown, nothing can move, the metric does not fit, or tensors are missing, misshapen or not finite.
+    """
+    check_spaces(spaces)
+    if metric is not None and "stream" in spaces:
+        raise CosetError("metric: it is tied to the basis of the stream, so it cannot be used while the space stream moves; leave one of them out")
+    problem = _Problem(architecture, reference, other, spaces, metric)
+    if not problem.groups and not problem.names:
+        raise CosetError(f"spaces: this architecture has nothing to move in {', '.join(spaces)}")
+    chosen = tuple(range(len(architecture.layers))) if layers is None else layers
+    wrong = [i for i in chosen if not 0 <= i < len(architecture.layers)]
+    if wrong:
+        raise CosetError(f"layers: {wrong} of {len(architecture.layers)} layers do not exist; count from 0")
+    problem.gauges()
+    element: dict[str, Element] = {key: g.identity() for key, g in problem.groups.items()}
+    start = sum(problem.distance(problem.a(i), problem.b(i, element)) for i in problem.blocks)
+
+    def run(first: dict[str, Element], passes: int) -> tuple[dict[str, Element], list[Step], list[str]]:
+        return _run(
+            problem, first, spaces=spaces, layers=chosen, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress
+        )
+
+    history = [Step("start", start)]
+    if "stream" not in problem.groups:
+        element, steps, notes = run(element, 1)
+        history += steps[1:]
+    else:
+        tried = [(name, *run({**element, "stream": g}, 1)) for name, g in _stream_starts(problem)]
+        name, element, steps, notes = min(tried, key=lambda t: t[2][-1].objective)
+        history.append(Step(f"first pass (stream started {name})", min(steps[-1].objective, start)))
+        if cycles > 1:
+            element, steps, notes = run(element, cycles - 1)
+            history += [Step(s.name, min(s.objective, history[-1].objective)) for s in steps[1:]]
+    transform = Transform(architecture, element, problem.source, problem.target)
+    return Match(transform, tuple(history), (*problem.notes, *notes))
+
+
+def align(
+    architecture: Architecture,
+    reference: Parameters,
+    other: Parameters,
+    *,
+    spaces: tuple[str, ...] = SPACES,
+    layers: tuple[int, ...] | None = None,
+    metric: Metric | None = None,
+    solvers: Solvers = Solvers(),
+    cycles: int = 100,
+    tolerance: float = 1e-10,
+    progress: Progress | None = None,
+) -> Alignment:
+    """Express `other` as close to `reference` as the symmetries allow: same function as `other`, in the reference's gauge.
+
+    The reference is not touched. See :func:`match` for the parameters; both models are checked tensor by tensor first.
+
+    Examples
+    --------
+    >>> from coset.architecture import uniform
+    >>> from coset.transformer import initialise
+    >>> architecture = uniform(pe="rope", layers=1, width=8, heads=2, vocab=11)
+    >>> model = initialise(architecture, seed=0)
+    >>> round(align(architecture, model, model).history[-1].objective, 6)
+    0.0
+    """
+    check(architecture, reference, "reference")
+    check(architecture, other, "other")
+    found = match(
+        architecture,
+        reference,
+        other,
+        spaces=spaces,
+        layers=layers,
+        metric=metric,
+        solvers=solvers,
+        cycles=cycles,
+        tolerance=tolerance,
+        progress=progress,
+    )
+    return Alignment(found.transform, found.history, found.notes, found.transform({name: other[name] for name in tensors(architecture)}))
+
+
+

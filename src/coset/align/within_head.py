@@ -1,0 +1,291 @@
+r"""Stage 2: the change of basis inside a head.
+
+Everything here works on Gram matrices, so that the cost of a step does not depend on the width of the model, and on any leading batch (heads, planes).
+A head's queries Q and keys K [rows, m] (complex lanes for planes that rotate) change as ``Q -> Q U``, ``K -> K U^{-H}``. Every solver minimises
+
+    f(U) = ‖Q_A − Q_B U‖² + ‖K_A − K_B U^{-H}‖²
+
+over its group. Values and outputs are the same problem with Q = V and K = Oᵀ. Source: "Functional Equivalence in Attention" (ICML 2026), stage 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from coset.groups import polar
+
+Planes = Literal["exact", "brent"]
+Linear = Literal["gauss-newton", "gradient", "orthogonal"]
+
+
+@dataclass(frozen=True)
+class Grams:
+    """What the objective needs of a pair of heads: all [*batch, m, m], real or complex.
+
+    ``q`` = Q_BᴴQ_B, ``k`` = K_BᴴK_B, ``cross_q`` = Q_BᴴQ_A, ``cross_k`` = K_BᴴK_A, and ``q_ref`` = Q_AᴴQ_A, ``k_ref`` = K_AᴴK_A.
+    """
+
+    q: Tensor
+    k: Tensor
+    cross_q: Tensor
+    cross_k: Tensor
+    q_ref: Tensor
+    k_ref: Tensor
+
+    @staticmethod
+    def of(q_a: Tensor, k_a: Tensor, q_b: Tensor, k_b: Tensor) -> Grams:
+        """From the factors themselves, [*batch, rows, m]."""
+        return Grams(q_b.mH @ q_b, k_b.mH @ k_b, q_b.mH @ q_a, k_b.mH @ k_a, q_a.mH @ q_a, k_a.mH @ k_a)
+
+    @property
+    def reference(self) -> Tensor:
+        """‖Q_A‖² + ‖K_A‖², [*batch]."""
+        return _trace(self.q_ref) + _trace(self.k_ref)
+
+
+def _trace(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1).sum(-1).real
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """Re tr(xᴴ y)."""
+    return (x.conj() * y).sum((-2, -1)).real
+
+
+def objective(grams: Grams, u: Tensor, w: Tensor | None = None) -> Tensor:
+    """f(U) for U [*batch, m, m]; `w` is its inverse where that is known. Returns [*batch]."""
+    w = torch.linalg.inv(u) if w is None else w
+    moved_q = _inner(u, grams.q @ u) - 2 * _inner(u, grams.cross_q)
+    moved_k = _inner(w.mH, grams.k @ w.mH) - 2 * _inner(w.mH, grams.cross_k)
+    return grams.reference + moved_q + moved_k
+
+
+# --- planes: C^× ----------------------------------------------------------------------------------------------------
+
+
+def _plane_value(r: Tensor, alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return r**2 * q + k / r**2 - 2 * (alpha * r + beta / r).abs()
+
+
+def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Planes = "exact") -> Tensor:
+    r"""The complex factor of every plane, ``z = r e^{iφ}``, that minimises ‖q_A − z q_B‖² + ‖k_A − k_B / z̄‖².
+
+    With α = ⟨q_B, q_A⟩ and β = ⟨k_B, k_A⟩ (conjugate-linear in B) the best phase at radius r is arg(αr + β/r), which leaves
+    ``h(r) = r²‖q_B‖² + ‖k_B‖²/r² − 2|αr + β/r|``. With s = r² the stationary points are roots of
+
+        (q s² − k)² (|α|² s² + 2 Re(αβ̄) s + |β|²) = s (|α|² s² − |β|²)²,
+
+    of degree six: the eigenvalues of one companion matrix a plane, all planes at once. The best positive root is the *global* minimum.
+
+    Parameters
+    ----------
+    alpha, beta : Tensor [*batch], real or complex
+        Real values give real factors, with a sign for a phase.
+    q, k : Tensor [*batch]
+        ‖q_B‖² and ‖k_B‖². Where either vanishes the infimum may not be attained; there the factor keeps r = 1.
+    method
+        ``exact``, or ``brent``: scipy's bounded Brent search for each plane in turn, as the paper does. It can end in the wrong one of two minima.
+
+    Returns
+    -------
+    Tensor [*batch], dtype of `alpha`.
+    """
+    real = q.dtype
+    alive = (q > 0) & (k > 0)
+    one = torch.ones_like(q)
+    q_safe, k_safe = torch.where(alive, q, one), torch.where(alive, k, one)
+    # In t = s sqrt(q/k) both norms are equal to sqrt(qk); dividing by it leaves numbers of order one.
+    unit = (q_safe * k_safe).sqrt()
+    balance = (k_safe / q_safe).sqrt()
+    a = alpha * balance.sqrt() / unit
+    b = beta / balance.sqrt() / unit
+    if method == "brent":
+        radius = _brent(a, b)
+    else:
+        radius = _exact(a, b)
+    radius = torch.where(alive, radius * balance.sqrt(), one)
+    direction = alpha * radius + beta / radius
+    size = direction.abs()
+    phase = torch.where(size > 0, direction / torch.where(size > 0, size, torch.ones_like(size)), torch.ones_like(direction))
+    return (radius * phase).to(alpha.dtype if alpha.is_complex() else real)
+
+
+def _exact(a: Tensor, b: Tensor) -> Tensor:
+    """Global minimiser r of r² + 1/r² − 2|ar + b/r|, [*batch]."""
+    aa, bb, ab = a.abs() ** 2, b.abs() ** 2, 2 * (a * b.conj()).real
+    # (t² − 1)² (aa t² + ab t + bb) − t (aa t² − bb)² in ascending powers. The leading coefficient aa may vanish, so add the
+    # factor's reversal: t -> 1/t exchanges a and b. Roots at infinity are harmless (they fail the test for a positive root).
+    coefficients = torch.stack(
+        [bb, ab - bb**2, aa - 2 * bb, -2 * ab + 2 * aa * bb, bb - 2 * aa, ab - aa**2, aa], -1
+    )
+    swap = (aa < bb)[..., None]
+    coefficients = torch.where(swap, coefficients.flip(-1), coefficients)
+    lead = coefficients[..., -1:]
+    tiny = torch.finfo(a.real.dtype).tiny
+    monic = coefficients[..., :-1] / torch.where(lead > tiny, lead, torch.ones_like(lead))
+    companion = torch.zeros(*a.shape, 6, 6, dtype=monic.dtype, device=a.device)
+    companion[..., 1:, :-1] = torch.eye(5, dtype=monic.dtype, device=a.device)
+    companion[..., :, -1] = -monic
+    roots = torch.linalg.eigvals(companion)
+    t = torch.where(roots.imag.abs() <= 1e-3 * (1 + roots.abs()), roots.real, torch.ones_like(roots.real))
+    t = torch.where(swap, 1 / torch.where(t > 0, t, torch.ones_like(t)), t)
+    t = torch.where((t > 1e-12) & (t < 1e12) & torch.isfinite(t), t, torch.ones_like(t))
+    # t = 1 is always a candidate: with a = b = 0 it is the minimum.
+    candidates = torch.cat([t, torch.ones_like(t[..., :1])], -1).sqrt()
+    values = _plane_value(candidates, a[..., None], b[..., None], torch.ones_like(candidates), torch.ones_like(candidates))
+    best = torch.gather(candidates, -1, values.argmin(-1, keepdim=True))[..., 0]
+    return _polish(best, a, b)
+
+
+def _polish(r: Tensor, a: Tensor, b: Tensor, steps: int = 3) -> Tensor:
+    """Newton steps on h in log r, each kept only where it does not raise h."""
+    aa, bb, ab = a.abs() ** 2, b.abs() ** 2, 2 * (a * b.conj()).real
+    for _ in range(steps):
+        s = r**2
+        size = (aa * s + ab + bb / s).clamp_min(torch.finfo(s.dtype).tiny)
+        slope, curve = aa * s - bb / s, aa * s + bb / s
+        first = 2 * (s - 1 / s) - 2 * slope / size.sqrt()
+        second = 4 * (s + 1 / s) - 4 * curve / size.sqrt() + 2 * slope**2 / size**1.5
+        step = torch.where(second > 0, -first / torch.where(second > 0, second, torch.ones_like(second)), torch.zeros_like(r))
+        moved = r * torch.exp(step.clamp(-0.5, 0.5))
+        ones = torch.ones_like(r)
+        better = _plane_value(moved, a, b, ones, ones) <= _plane_value(r, a, b, ones, ones)
+        r = torch.where(better, moved, r)
+    return r
+
+
+def _brent(a: Tensor, b: Tensor) -> Tensor:
+    """One-dimensional search plane by plane, over log r in [−3, 3] around the balanced radius."""
+    flat_a, flat_b = a.detach().cpu().reshape(-1).numpy(), b.detach().cpu().reshape(-1).numpy()
+    out = np.empty(flat_a.shape)
+    for i, (x, y) in enumerate(zip(flat_a, flat_b, strict=True)):
+        found = minimize_scalar(
+            lambda t, x=x, y=y: np.exp(2 * t) + np.exp(-2 * t) - 2 * abs(x * np.exp(t) + y * np.exp(-t)),
+            bracket=(-1.0, 1.0),
+            method="brent",
+        )
+        out[i] = np.exp(found.x)
+    return torch.from_numpy(out).reshape(a.shape).to(device=a.device, dtype=a.real.dtype)
+
+
+# --- GL(m, R) and GL(m, C) ------------------------------------------------------------------------------------------
+
+
+def _spd_power(x: Tensor, power: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * values.clamp_min(0).pow(power)[..., None, :]) @ vectors.mH
+
+
+def balancing(q: Tensor, k: Tensor) -> Tensor:
+    """The positive definite T for which Q T and K T^{-H} have equal Gram matrices, [*batch, m, m].
+
+    T² is the geometric mean of q^{-1} and k, for Gram matrices q and k of full rank.
+    """
+    root, inverse = _spd_power(q, 0.5), _spd_power(q, -0.5)
+    return _spd_power(inverse @ _spd_power(root @ k @ root, 0.5) @ inverse, 0.5)
+
+
+def full_rank(gram: Tensor) -> Tensor:
+    """Whether each Gram matrix [*batch, m, m] is numerically of full rank (factor condition below about 1e6), [*batch]."""
+    values = torch.linalg.eigvalsh(gram)
+    return (values[..., 0] > 1e-12 * values[..., -1]) & (values[..., -1] > 0)
+
+
+def regular(grams: Grams) -> Tensor:
+    """Whether queries and keys of both models have full rank, [*batch]: elsewhere the minimum need not exist."""
+    return full_rank(grams.q) & full_rank(grams.k) & full_rank(grams.q_ref) & full_rank(grams.k_ref)
+
+
+def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 100, tolerance: float = 1e-12) -> Tensor:
+    """U [*batch, m, m] in GL(m) (real or complex, as the Gram matrices are) that minimises f.
+
+    ``gauss-newton``
+        From the better of two Procrustes starts, in the raw and in the balanced basis (the second is exact when an exact solution exists). Each step solves the
+        linearised problem in the Lie algebra, ``G_Q X + X G_K = R``, a Sylvester equation that two eigendecompositions diagonalise, then
+        moves along ``U exp(tX)`` with t halved until f falls. O(m³) a step, whatever the width of the model. A local minimum; f never rises.
+    ``gradient``
+        The paper's: gradient descent on U with backtracking, from the Procrustes start in the raw basis.
+    ``orthogonal``
+        That start alone: the isometry that maximises ⟨Q_B U, Q_A⟩ + ⟨K_B U, K_A⟩.
+
+    Where a factor is rank deficient (a dead head) the minimum need not exist, and the result is the isometry.
+    """
+    rotation = polar(grams.cross_q + grams.cross_k)
+    if method == "orthogonal" or rotation.shape[-1] == 0:
+        return rotation
+    healthy = regular(grams)
+    eye = torch.eye(rotation.shape[-1], dtype=rotation.dtype, device=rotation.device)
+
+    def only_healthy(x: Tensor) -> Tensor:
+        return torch.where(healthy[..., None, None], x, eye)
+
+    safe = Grams(*(only_healthy(x) for x in (grams.q, grams.k, grams.cross_q, grams.cross_k, grams.q_ref, grams.k_ref)))
+    start = only_healthy(rotation)
+    if method == "gradient":
+        u = _descend(safe, start, steps=steps * 20, tolerance=tolerance)
+    else:
+        t_a, t_b = balancing(safe.q_ref, safe.k_ref), balancing(safe.q, safe.k)
+        inv_a, inv_b = torch.linalg.inv(t_a), torch.linalg.inv(t_b)
+        balanced = t_b @ polar(t_b.mH @ safe.cross_q @ t_a + inv_b @ safe.cross_k @ inv_a.mH) @ inv_a
+        better = objective(safe, balanced) < objective(safe, start)
+        u = _gauss_newton(safe, torch.where(better[..., None, None], balanced, start), steps=steps, tolerance=tolerance)
+    return torch.where(healthy[..., None, None], u, rotation)
+
+
+def _gauss_newton(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> Tensor:
+    value = objective(grams, u)
+    scale = grams.reference.clamp_min(torch.finfo(value.dtype).tiny)
+    for _ in range(steps):
+        w = torch.linalg.inv(u)
+        g_q, g_k = u.mH @ grams.q @ u, w @ grams.k @ w.mH
+        right = u.mH @ grams.cross_q - g_q - (w @ grams.cross_k).mH + g_k
+        values_q, vectors_q = torch.linalg.eigh(g_q)
+        values_k, vectors_k = torch.linalg.eigh(g_k)
+        step = vectors_q @ ((vectors_q.mH @ right @ vectors_k) / (values_q[..., :, None] + values_k[..., None, :])) @ vectors_k.mH
+        slope = 2 * _inner(step, right)  # how fast f falls along the step
+        t = torch.ones_like(value)
+        moved, new = u, value
+        pending = torch.ones_like(value, dtype=torch.bool)
+        for _ in range(30):
+            trial = u @ torch.linalg.matrix_exp(t[..., None, None] * step)
+            trial_value = objective(grams, trial)
+            good = pending & torch.isfinite(trial_value) & (trial_value <= value - 1e-4 * t * slope)
+            moved = torch.where(good[..., None, None], trial, moved)
+            new = torch.where(good, trial_value, new)
+            pending = pending & ~good
+            if not bool(pending.any()):
+                break
+            t = torch.where(pending, t / 2, t)
+        fell = value - new
+        u, value = moved, new
+        if bool((fell <= tolerance * scale).all()):
+            break
+    return u
+
+
+def _descend(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> Tensor:
+    """Gradient descent, ∇f = 2[G_Q U − C_Q − WᴴW G_K Wᴴ + Wᴴ C_Kᴴ Wᴴ] with W = U^{-1}; the step doubles after success, halves after failure."""
+    value = objective(grams, u)
+    scale = grams.reference.clamp_min(torch.finfo(value.dtype).tiny)
+    rate = 0.5 / torch.linalg.matrix_norm(grams.q, 2).clamp_min(torch.finfo(value.dtype).tiny)
+    stalled = torch.zeros_like(value, dtype=torch.int64)
+    for _ in range(steps):
+        w = torch.linalg.inv(u)
+        gradient = 2 * (grams.q @ u - grams.cross_q - w.mH @ (w @ grams.k @ w.mH) + w.mH @ grams.cross_k.mH @ w.mH)
+        trial = u - rate[..., None, None] * gradient
+        trial_value = objective(grams, trial)
+        good = torch.isfinite(trial_value) & (trial_value < value)
+        fell = torch.where(good, value - trial_value, torch.zeros_like(value))
+        u = torch.where(good[..., None, None], trial, u)
+        value = torch.where(good, trial_value, value)
+        rate = torch.where(good, rate * 1.2, rate / 2)
+        stalled = torch.where(good & (fell > tolerance * scale), torch.zeros_like(stalled), stalled + 1)
+        if bool((stalled > 10).all()):
+            break
+    return u

@@ -1,0 +1,110 @@
+"""The verbs together, and what holds for all of them: exit codes, errors on one line, warnings on standard error.
+
+A new verb is a function in a module beside this one, added to `VERBS`. It takes ``common: Common``, prints with `coset.cli.output`, and returns its
+exit code (None is 0). Modules of verbs import torch and whatever needs it inside the function, so that ``coset --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TextIO
+
+from cyclopts import App, CycloptsError, Parameter
+
+from coset.cli.demo import demo
+from coset.cli.options import DEFAULTS, Common
+from coset.cli.output import complain
+from coset.cli.symmetry import symmetry
+from coset.errors import CosetError
+
+VERBS: tuple[Callable[..., int | None], ...] = (symmetry, demo)
+
+DONE = 0
+ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+CLOSED = 141  # 128 + SIGPIPE
+
+
+def _default(value: object) -> str:
+    """How help shows a default: switches are off, and None is explained in words."""
+    return "" if value is None or value is False else str(value)
+
+
+app = App(
+    name="coset",
+    help="Transformer weights modulo their symmetries.",
+    version=lambda: version("coset"),
+    default_parameter=Parameter(negative=(), show_default=_default),
+)
+for _verb in VERBS:
+    app.command(_verb)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one verb.
+
+    Parameters
+    ----------
+    arguments
+        The words after ``coset``.
+
+    Returns
+    -------
+    int
+        Exit code: what the verb returns, 0 by default; 2 after an error, which is then the first line on standard error.
+    """
+    common = DEFAULTS
+    try:
+        verb, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
+        common = next((value for value in bound.arguments.values() if isinstance(value, Common)), common)
+        with _plain_warnings(common.quiet):
+            code = verb(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        complain("error", "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left. Python flushes once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
+    except Exception as error:
+        complain("error", _message(error))
+        if common.debug:
+            traceback.print_exc()
+        return ERROR
+    return DONE if code is None else code
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, CosetError | CycloptsError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"unexpected {type(error).__name__}: {error}; --debug shows where"
+
+
+@contextmanager
+def _plain_warnings(quiet: bool) -> Iterator[None]:
+    """Warnings as one line each on standard error, without the place in the code; none if `quiet`."""
+
+    def line(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    ) -> None:
+        complain("warning", message)
+
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        warnings.showwarning = line
+        yield
