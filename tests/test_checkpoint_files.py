@@ -20,8 +20,6 @@ from coset.checkpoint import Checkpoint, check_output, files, load, save, write
 from coset.checkpoint.files import read_header
 from coset.errors import CosetError
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -342,10 +340,19 @@ def test_only_some_blocks_change(sharded, tmp_path):
         assert torch.equal(after.read(name), sign * before.read(name))
 
 
+def test_invariants_can_be_averaged(tmp_path):
+    path = saved(tmp_path, "bert", "classes")
+    model = load(path)
+    save(tmp_path / "out", model, lambda layer, block: block, invariant=lambda name, value: 0.5 * value.double())
+    before, after = load_file(path / SINGLE), load_file(tmp_path / "out" / SINGLE)
+    assert "classifier.weight" in model.invariants
+    assert all(torch.equal(after[n], before[n] * (0.5 if n in model.invariants else 1)) for n in before)
+
+
 def test_rounding_is_reported(tmp_path):
     path = saved(tmp_path, "llama", dtype=torch.bfloat16)
     done = save(tmp_path / "out", load(path), lambda layer, block: {k: v * 1.0001 for k, v in block.items()})
-    assert 1e-4 < done.rounding < 4e-3
+    assert 5e-5 < done.rounding < 4e-3
 
 
 def test_values_that_leave_the_range_of_the_stored_dtype(tmp_path):

@@ -68,7 +68,6 @@ def test_both_directions_are_inverse(kv, group, lanes, width, interleaved):
     stored = torch.randn(table.places[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     canonical = table.canonical(0, lambda name: stored, torch.float64, "test")
     assert {name: tuple(t.shape) for name, t in canonical.items()} == {name: spec.shape for name, spec in specs.items()}
-    assert all(t.is_contiguous() for t in canonical.values())
     ((name, again),) = table.stored(0, canonical)
     assert name == "qkv.weight"
     assert torch.equal(again, stored)

@@ -10,7 +10,7 @@ import torch
 import transformers.modeling_rope_utils as reference
 from safetensors.torch import load_file, save_file
 
-from checkpoint_zoo import CASES, LENGTH, PLAIN, VOCABULARY, ZOO, build, saved
+from checkpoint_zoo import CASES, LENGTH, LONG, PLAIN, VOCABULARY, ZOO, build, saved
 from coset.architecture import Classifier, LanguageModel, Rotary, StreamOutput
 from coset.checkpoint import load, save
 from coset.checkpoint.config import Config
@@ -19,8 +19,6 @@ from coset.checkpoint.rope import rotary
 from coset.errors import CosetError
 from coset.parameters import check
 from coset.transformer import forward
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def _same(folder, other):
@@ -253,11 +251,34 @@ def test_pairing_and_partial_lanes(tmp_path):
 
 def _edit(path, **fields):
     config = json.loads((path / "config.json").read_text())
-    config |= {k: v for k, v in fields.items() if v != "absent"}
+    config |= {k: v for k, v in fields.items() if not isinstance(v, str) or v != "absent"}
     for name in [k for k, v in fields.items() if v == "absent"]:
         config.pop(name)
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "fields"),
+    [
+        ("gpt_neox", "half", {"rope_parameters": "absent", "rotary_pct": 0.6, "rotary_emb_base": 300}),
+        (
+            "llama",
+            "plain",
+            {"rope_parameters": "absent", "rope_theta": 10000.0, "rope_scaling": None, "head_dim": 10, "is_llama_config": True},
+        ),
+        ("mixtral", "plain", {"rope_parameters": "absent"}),
+        ("phi3", "longrope", {"rope_parameters": "absent", "rope_theta": 10000.0, "rope_scaling": {"type": "su"} | LONG}),
+        ("bloom", "plain", {"hidden_size": "absent", "n_embed": 60, "num_attention_heads": 6}),
+        ("gpt2", "plain", {"n_ctx": 160, "task_specific_params": {}, "tie_word_embeddings": "absent"}),
+        ("bert", "plain", {"position_embedding_type": "absolute", "gradient_checkpointing": False, "tie_word_embeddings": "absent"}),
+        ("gemma", "plain", {"hidden_act": "gelu", "tie_word_embeddings": "absent"}),
+    ],
+)
+def test_configs_of_older_versions_mean_the_same(tmp_path, family, case, fields):
+    path = saved(tmp_path, family, case)
+    new = load(path).architecture
+    assert load(_edit(path, **fields)).architecture == new
 
 
 @pytest.mark.parametrize(

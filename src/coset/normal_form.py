@@ -22,9 +22,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from coset.architecture import Architecture, Attention, LanguageModel, LearnedPositions, Norm, Patches, RelativeBias, Sinusoidal, Tokens
+from coset.architecture import (
+    Architecture,
+    Attention,
+    Experts,
+    LearnedPositions,
+    Norm,
+    Patches,
+    RelativeBias,
+    Sinusoidal,
+    Tokens,
+)
 from coset.errors import CosetError
-from coset.parameters import Parameters, TensorSpec, readers, tensors
+from coset.parameters import Parameters, TensorSpec, blocks, readers, tensors
 from coset.symmetry import removes_mean
 
 Gauge = Mapping[str, Tensor]
@@ -49,6 +59,10 @@ class Coordinate:
         ``parameters -> (parameters, value)``: set to normal, return what it was.
     put
         ``(parameters, value) -> parameters``: the reverse, for any value.
+    changes
+        Tensors outside the layers that it changes.
+    needs
+        Coordinates that must be folded with it: only then is it free.
     """
 
     name: str
@@ -57,6 +71,13 @@ class Coordinate:
     shape: tuple[int, ...]
     take: Callable[[Parameters], tuple[dict[str, Tensor], Tensor]]
     put: Callable[[Parameters, Tensor], dict[str, Tensor]]
+    changes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+def _outside(*names: str) -> tuple[str, ...]:
+    """Those of the named tensors that no layer owns."""
+    return tuple(name for name in names if not name.startswith("layers."))
 
 
 def _rows(x: Tensor, spec: TensorSpec, scale: Tensor) -> Tensor:
@@ -103,7 +124,7 @@ def _gain(architecture: Architecture, name: str, norm: Norm, layer: int | None) 
         out[f"{name}.gain"] = (gain - norm.offset).to(next(iter(p.values())).dtype)
         return out
 
-    return Coordinate(f"{name}.gain", "gains", layer, (architecture.width,), take, put)
+    return Coordinate(f"{name}.gain", "gains", layer, (architecture.width,), take, put, _outside(f"{name}.gain", *(s.name for s in read)))
 
 
 def _norm_bias(architecture: Architecture, name: str, layer: int | None) -> Coordinate:
@@ -124,10 +145,12 @@ def _norm_bias(architecture: Architecture, name: str, layer: int | None) -> Coor
     def put(p: Parameters, bias: Tensor) -> dict[str, Tensor]:
         return move(p, bias, -1) | {f"{name}.bias": bias.to(next(iter(p.values())).dtype)}
 
-    return Coordinate(f"{name}.bias", "shifts", layer, (architecture.width,), take, put)
+    return Coordinate(
+        f"{name}.bias", "shifts", layer, (architecture.width,), take, put, _outside(f"{name}.bias", *(f"{s.name}_bias" for s in read))
+    )
 
 
-def _reader_mean(architecture: Architecture, name: str, spec: TensorSpec) -> Coordinate:
+def _reader_mean(spec: TensorSpec, needs: tuple[str, ...]) -> Coordinate:
     """LayerNorm's output (gain folded, bias folded) has mean zero: the component of a reader along **1** is arbitrary."""
     axis = spec.axis("stream")
     assert axis is not None
@@ -140,7 +163,7 @@ def _reader_mean(architecture: Architecture, name: str, spec: TensorSpec) -> Coo
         return {**p, spec.name: p[spec.name] + mean.to(p[spec.name].dtype).unsqueeze(axis)}
 
     shape = tuple(n for i, n in enumerate(spec.shape) if i != axis)
-    return Coordinate(f"{spec.name} along 1", "shifts", spec.layer, shape, take, put)
+    return Coordinate(f"{spec.name} along 1", "shifts", spec.layer, shape, take, put, _outside(spec.name), needs)
 
 
 def _writer_mean(spec: TensorSpec) -> Coordinate:
@@ -153,7 +176,7 @@ def _writer_mean(spec: TensorSpec) -> Coordinate:
     def put(p: Parameters, mean: Tensor) -> dict[str, Tensor]:
         return {**p, spec.name: p[spec.name] + mean.to(p[spec.name].dtype).unsqueeze(-1)}
 
-    return Coordinate(f"{spec.name} along 1", "shifts", spec.layer, spec.shape[:-1], take, put)
+    return Coordinate(f"{spec.name} along 1", "shifts", spec.layer, spec.shape[:-1], take, put, _outside(spec.name))
 
 
 def _key_bias(i: int, attention: Attention) -> Coordinate:
@@ -230,7 +253,9 @@ def _qk_gain(i: int, attention: Attention) -> Coordinate:
         query = query.sum(1) if per_head else query
         ratio = query / energy(p[k] + offset)
         if not bool((torch.isfinite(ratio) & (ratio > 0)).all()):
-            raise CosetError(f"tensors {q} and {k}: a plane has gain zero, so the scale between them is undefined; leave the space gains out")
+            raise CosetError(
+                f"tensors {q} and {k}: a plane has gain zero, so the scale between them is undefined; leave the space gains out"
+            )
         s = ratio**0.25
         return scaled(p, 1 / s), s
 
@@ -251,7 +276,7 @@ def _mean_to(source: str, target: str, width: int, unused: int = 0) -> Coordinat
         mean = mean.to(p[source].dtype)
         return {**p, source: p[source] + mean, target: p[target] - mean}
 
-    return Coordinate(f"{source} mean", "shifts", None, (width,), take, put)
+    return Coordinate(f"{source} mean", "shifts", None, (width,), take, put, (source, target))
 
 
 def _row_to_positions(source: str, rows: slice, width: int) -> Coordinate:
@@ -270,11 +295,11 @@ def _row_to_positions(source: str, rows: slice, width: int) -> Coordinate:
     def put(p: Parameters, value: Tensor) -> dict[str, Tensor]:
         return {**p, source: value.to(p[table].dtype), table: moved(p, value, -1)}
 
-    return Coordinate(source, "shifts", None, (width,), take, put)
+    return Coordinate(source, "shifts", None, (width,), take, put, (source, table))
 
 
-def _uniform_logits(source: str, width: int | None) -> Coordinate:
-    """Softmax forgets what is added to every logit alike."""
+def _uniform_logits(source: str, width: int | None, layer: int | None = None) -> Coordinate:
+    """Softmax (of the outputs, of a router) forgets what is added to every logit alike."""
 
     def take(p: Parameters) -> tuple[dict[str, Tensor], Tensor]:
         mean = p[source].mean(-1)
@@ -283,15 +308,15 @@ def _uniform_logits(source: str, width: int | None) -> Coordinate:
     def put(p: Parameters, mean: Tensor) -> dict[str, Tensor]:
         return {**p, source: p[source] + mean.to(p[source].dtype).unsqueeze(-1)}
 
-    return Coordinate(f"{source} uniform", "shifts", None, () if width is None else (width,), take, put)
+    return Coordinate(f"{source} uniform", "shifts", layer, () if width is None else (width,), take, put, _outside(source))
 
 
 @lru_cache(maxsize=64)
 def coordinates(architecture: Architecture) -> Mapping[str, Coordinate]:
     """Every gauge coordinate of `architecture`, in the order in which :func:`fold` takes them.
 
-    Not among them, although `coset.symmetry` counts them: scales that a norm undoes only at ε = 0, and the blind part of a LayerNorm's readers where its
-    bias cannot be folded because a reader has no bias.
+    Not among them, although `coset.symmetry` counts them: scales that a norm undoes only at ε = 0, and the blind part of a LayerNorm's
+    readers where its bias cannot be folded because a reader has no bias.
     """
     a, specs = architecture, tensors(architecture)
     found: list[Coordinate] = []
@@ -320,10 +345,13 @@ def coordinates(architecture: Architecture) -> Mapping[str, Coordinate]:
             found.append(_bias_table(i, att))
         if att.qk_norm is not None:
             found.append(_qk_gain(i, att))
+        if isinstance(layer_.mlp, Experts):
+            found.append(_uniform_logits(f"layers.{i}.mlp.router", a.width, i))
     found += _input_coordinates(a)
     for name, _, norm in owners:
         if norm is not None and norm.kind == "layer" and (not norm.has_bias or f"{name}.bias" in foldable):
-            found += [_reader_mean(a, name, spec) for spec in readers(a, name)]
+            needs = tuple(n for n in (f"{name}.gain", f"{name}.bias") if n in foldable)
+            found += [_reader_mean(spec, needs) for spec in readers(a, name)]
     if centred:
         found += [_writer_mean(s) for s in specs.values() if _writes(a, s)]
     if a.probabilities and "head" in specs:
@@ -348,8 +376,7 @@ def _input_coordinates(a: Architecture) -> list[Coordinate]:
     unused = a.positions.offset if isinstance(a.positions, LearnedPositions) else 0
     found = []
     if isinstance(a.inputs, Tokens):
-        movable = isinstance(a.outputs, LanguageModel) and not a.outputs.tied or not isinstance(a.outputs, LanguageModel)
-        if movable and a.inputs.scale == 1.0:
+        if not a.tied and a.inputs.scale == 1.0:
             found += [_mean_to("embed.positions", "embed.tokens", a.width, unused)] if table else []
             found += [_mean_to("embed.types", "embed.tokens", a.width)] if a.inputs.types else []
         elif table and a.inputs.types:
@@ -386,7 +413,9 @@ def _present(c: Coordinate, parameters: Parameters) -> bool:
     return any(name.startswith(f"layers.{c.layer}.") if c.layer is not None else not name.startswith("layers.") for name in parameters)
 
 
-def fold(architecture: Architecture, parameters: Parameters, names: Iterable[str] | None = None) -> tuple[Architecture, dict[str, Tensor], Gauge]:
+def fold(
+    architecture: Architecture, parameters: Parameters, names: Iterable[str] | None = None
+) -> tuple[Architecture, dict[str, Tensor], Gauge]:
     """Bring `parameters` to normal form in the chosen coordinates (default: all).
 
     Parameters
@@ -396,18 +425,30 @@ def fold(architecture: Architecture, parameters: Parameters, names: Iterable[str
     parameters
         All canonical tensors, or whole blocks of them (all tensors of some layers; all tensors outside layers). float64 is advised.
     names
-        Coordinates to fold; see :func:`coordinates`. A norm's bias needs its gain folded too.
+        Coordinates to fold; see :func:`coordinates`. What a LayerNorm's readers are blind to needs its gain and bias folded too.
 
     Returns
     -------
     architecture, parameters, gauge
-        The architecture of the normal form (folded norms have no gain), the tensors, and the values that were taken out. The function is the same.
+        The architecture of the normal form (folded norms have no gain), the tensors, and the values that were taken out. The function is
+        the same.
+
+    Raises
+    ------
+    CosetError
+        If a coordinate does not exist or lacks one that it needs, a gain is zero where its norm's bias is not, or a query or key gain
+        vanishes on a whole plane.
     """
     available = coordinates(architecture)
     chosen = set(available if names is None else names)
     unknown = chosen - available.keys()
     if unknown:
         raise CosetError(f"gauge: this architecture has no coordinate {', '.join(sorted(unknown))}")
+    faults = [
+        f"gauge: {name} is free only where {n} is folded too" for name in sorted(chosen) for n in available[name].needs if n not in chosen
+    ]
+    if faults:
+        raise CosetError("\n".join(faults))
     out, gauge = dict(parameters), {}
     for name, c in available.items():
         if name in chosen and _present(c, parameters):
@@ -428,11 +469,19 @@ def unfold(architecture: Architecture, parameters: Parameters, gauge: Gauge) -> 
     if unknown:
         raise CosetError(f"gauge: this architecture has no coordinate {', '.join(sorted(unknown))}")
     out = dict(parameters)
-    for name, c in reversed(available.items()):
+    for name, c in reversed(list(available.items())):
         if name in gauge and _present(c, parameters):
             out = c.put(out, gauge[name])
     order = tensors(architecture)
     return {name: out[name] for name in order if name in out}
+
+
+def read_gauge(architecture: Architecture, parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:
+    """The values of the named coordinates, in float64, reading one block of the parameters at a time."""
+    out: dict[str, Tensor] = {}
+    for block in blocks(architecture):
+        out.update(fold(architecture, {name: parameters[name].to(torch.float64) for name in block}, names)[2])
+    return out
 
 
 def random_gauge(architecture: Architecture, own: Gauge, generator: torch.Generator) -> dict[str, Tensor]:
@@ -442,7 +491,9 @@ def random_gauge(architecture: Architecture, own: Gauge, generator: torch.Genera
     for name, value in own.items():
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         if space[name] == "gains":
-            factor = torch.pow(torch.tensor(2.0, dtype=torch.float64), 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64) - 1)
+            factor = torch.pow(
+                torch.tensor(2.0, dtype=torch.float64), 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64) - 1
+            )
             alive = torch.where(value == 0, torch.ones_like(value), value)
             out[name] = alive * factor
         else:
@@ -466,6 +517,9 @@ def compatible_gauge(reference: Gauge, own: Gauge, floor: float = 1e-4) -> tuple
                 own_size = own[name].square().mean().sqrt()
                 fallback = size if size > 0 else (own_size if own_size > 0 else torch.ones(()))
                 value = torch.where(small | (value == 0), fallback.to(value.dtype), value)
-                notes.append(f"{name}: the reference's gain is nearly zero on {int(small.sum())} lanes; the result keeps gain {float(fallback):.3g} there")
+                notes.append(
+                    f"{name}: the reference's gain is nearly zero on {int((small | (value == 0)).sum())} lanes; "
+                    f"the result has gain {float(fallback):.3g} there"
+                )
         out[name] = value
     return out, notes

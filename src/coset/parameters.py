@@ -191,6 +191,14 @@ def tensors(architecture: Architecture) -> Mapping[str, TensorSpec]:
     return MappingProxyType({spec.name: spec for spec in _specs(architecture)})
 
 
+def blocks(architecture: Architecture) -> tuple[tuple[str, ...], ...]:
+    """Names of the tensors of the two ends together, then of every layer: the units in which a checkpoint is read."""
+    out: dict[int | None, list[str]] = {None: []}
+    for name, spec in tensors(architecture).items():
+        out.setdefault(spec.layer, []).append(name)
+    return tuple(tuple(names) for names in out.values())
+
+
 def readers(architecture: Architecture, norm: str) -> tuple[TensorSpec, ...]:
     """The tensors that multiply the output of the named norm. The list comes from the architecture, never from a name pattern."""
     return tuple(spec for spec in tensors(architecture).values() if spec.reads == norm)

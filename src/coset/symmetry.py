@@ -26,6 +26,7 @@ from coset.architecture import (
     LanguageModel,
     Layer,
     LearnedPositions,
+    NoPositions,
     Norm,
     Patches,
     RelativeBias,
@@ -290,7 +291,8 @@ def _qk(attention: Attention) -> Entry:
     return Entry("qk", g.name, kv, moved + scales, why)
 
 
-def _attention_shifts(attention: Attention, width: int) -> Iterator[Entry]:
+def _attention_shifts(architecture: Architecture, attention: Attention) -> Iterator[Entry]:
+    width = architecture.width
     kv = attention.kv_heads
     if attention.key_bias and attention.qk_norm is None and attention.still_lanes:
         lanes = len(attention.still_lanes)
@@ -299,23 +301,30 @@ def _attention_shifts(attention: Attention, width: int) -> Iterator[Entry]:
     if attention.value_bias and constants > width:
         yield Entry("value bias", f"R^{constants - width}", 1, constants - width, "softmax rows sum to one: it moves into the output bias")
     if isinstance(attention.positions, RelativeBias):
-        yield Entry(
-            "position bias", "R", attention.heads, attention.heads, "a constant added to a head's bias table leaves its softmax alone"
-        )
+        why = "a constant added to a head's bias table leaves its softmax alone"
+        if not architecture.causal:
+            why += "; of the buckets for keys ahead, the first is never read"
+        size = attention.heads * (1 if architecture.causal else 2)
+        yield Entry("position bias", "R" if architecture.causal else "R^2", attention.heads, size, why)
 
 
 def _neurons(mlp: MLP | Experts) -> Entry:
     g = mlp_group(mlp)
     inner = mlp.mlp if isinstance(mlp, Experts) else mlp
+    gates = 0
     if inner.gated:
         why = "neurons in any order; up and down trade a scale"
+        if inner.activation == "relu":
+            gates = inner.width * (mlp.count if isinstance(mlp, Experts) else 1)
+            why += ", gate and down a positive one"
     elif inner.activation == "relu":
         why = "neurons in any order; ReLU commutes with positive scales"
     elif inner.activation == "tanh":
         why = "neurons in any order; tanh is odd"
     else:
         why = "neurons in any order"
-    return Entry("neurons", g.name, 1, g.dimension, why)
+    name = f"{g.name} × R_{{>0}}^{gates}" if gates else g.name
+    return Entry("neurons", name, 1, g.dimension + gates, why)
 
 
 def _layer(architecture: Architecture, layer: Layer) -> LayerAccount:
@@ -345,7 +354,7 @@ def _layer(architecture: Architecture, layer: Layer) -> LayerAccount:
             attention.kv_heads * attention.value_dim**2,
             "values meet only the output map",
         ),
-        shifts=tuple(_attention_shifts(attention, architecture.width)),
+        shifts=tuple(_attention_shifts(architecture, attention)),
         neurons=_neurons(layer.mlp),
         gains=Entry("gains", f"(R^×)^{gains}" if gains else "1", 1, gains, "norm gains move into the linear maps that read them"),
     )
@@ -424,48 +433,64 @@ def _keys_forget(attention: Attention) -> bool:
     return attention.qk_norm is None and not attention.planes
 
 
-def _constants(architecture: Architecture) -> Iterator[tuple[bool, int]]:
-    """The stream's reading points in order, after the input: (a constant in the stream is absorbed there, constants written after it).
+def _constants(architecture: Architecture) -> Iterator[tuple[int, int]]:
+    """The stream's reading points in order: (in how many directions a constant in the stream is seen there, constants written after it).
 
-    Without a norm, a constant added to the stream moves into the biases that read it. Constants written are counted in dimensions: those of
-    the output biases, and those of the values (value biases, or the blind part of the value maps where LayerNorm adds a bias).
+    A norm sees every constant (LayerNorm all but **1**). Without a norm, constants move into the biases of the linear maps that read the
+    stream; where a map has none, it sees as many directions as it has columns. Constants written are counted in dimensions: those of the output
+    biases, and those of the values (value biases, or the blind part of the value maps where LayerNorm adds a bias).
     """
     d = architecture.width
+    visible = d - removes_mean(architecture)
     for layer in architecture.layers:
         a = layer.attention
         norm = layer.attention_norm
         inner = layer.mlp.mlp if isinstance(layer.mlp, Experts) else layer.mlp
-        attention_absorbs = norm.kind == "none" and a.query_bias and (a.key_bias or _keys_forget(a))
-        mlp_absorbs = (layer.mlp_norm or norm).kind == "none" and inner.up_bias and not isinstance(layer.mlp, Experts)
+        queries = 0 if a.query_bias else a.heads * a.head_dim
+        keys = 0 if a.key_bias or _keys_forget(a) else a.kv_heads * a.head_dim
+        neurons = 0 if inner.up_bias else inner.width * (1 + inner.gated)
+        if isinstance(layer.mlp, Experts):
+            neurons = layer.mlp.count * (neurons + 1)
+        attention_sees = visible if norm.kind != "none" else min(visible, queries + keys)
+        mlp_sees = visible if (layer.mlp_norm or norm).kind != "none" else min(visible, neurons)
         values = a.value_bias or (norm.kind == "layer" and norm.has_bias)
         written = (a.kv_heads * a.value_dim if values else 0) + (d if a.output_bias else 0)
         down = d if inner.down_bias else 0
         if layer.parallel:
-            yield attention_absorbs and mlp_absorbs, written + down
+            yield min(visible, attention_sees + mlp_sees), written + down
         else:
-            yield attention_absorbs, written
-            yield mlp_absorbs, down
+            yield attention_sees, written
+            yield mlp_sees, down
+
+
+def _head_columns(architecture: Architecture) -> int:
+    """Columns through which the head reads an unnormalised stream; the width where it sees all of it."""
+    if architecture.final_norm.kind == "none" and isinstance(architecture.outputs, Classifier):
+        return min(architecture.width, architecture.outputs.classes)
+    return architecture.width
 
 
 def _surplus(architecture: Architecture, tables: int) -> int:
-    """Dimensions in which constants written to the stream cancel each other.
-
-    Between two points that see every constant (all but **1**, under LayerNorm) the constants must add up to zero; a point that absorbs them
-    joins the stretches on its two sides.
-    """
+    """Dimensions in which constants written to the stream cancel each other, or are absorbed by what reads them."""
     d = architecture.width
     visible = d - removes_mean(architecture)
-    stretch, surplus = tables * visible, 0
-    if architecture.embedding_norm.kind != "none":
-        stretch = d if architecture.embedding_norm.has_bias else 0
-    for absorbs, written in _constants(architecture):
-        if not absorbs:
-            surplus += max(0, stretch - visible)
-            stretch = 0
-        stretch += written
+    offset = cancelled = 0  # directions in which the stream may be offset so far; ways to offset it by nothing
+
+    def write(constants: int) -> None:
+        nonlocal offset, cancelled
+        reached = min(visible, offset + constants)
+        cancelled += offset + constants - reached
+        offset = reached
+
+    if architecture.embedding_norm.kind == "none":
+        write(tables * visible)
+    elif architecture.embedding_norm.has_bias:
+        write(d)
+    for seen, written in _constants(architecture):
+        offset = max(0, offset - seen)
+        write(written)
     absorbed = architecture.final_norm.kind == "none" and "head_bias" in tensors(architecture)
-    surplus += stretch if absorbed else max(0, stretch - visible)
-    return surplus
+    return cancelled + max(0, offset - (0 if absorbed else min(visible, _head_columns(architecture))))
 
 
 def _tied_shift(architecture: Architecture) -> Iterator[Entry]:
@@ -475,10 +500,11 @@ def _tied_shift(architecture: Architecture) -> Iterator[Entry]:
         return  # probabilities forget any constant in the table: it is one of the movable tables then
     if final.has_bias and "head_bias" not in tensors(architecture):
         return
-    first = architecture.embedding_norm
-    blind = not final.has_gain and (first.kind == "layer" or bool(removes_mean(architecture)))
+    blind = not final.has_gain and _input_centred(architecture)
     if _movable_tables(architecture) or blind:
-        yield Entry("tied table", "R", 1, 1, "the unembedding is blind along diag(gain)⁻¹1; another table of the input takes the constant back")
+        yield Entry(
+            "tied table", "R", 1, 1, "the unembedding is blind along diag(gain)⁻¹1; another table of the input takes the constant back"
+        )
 
 
 def _forgetful_keys(architecture: Architecture, norm: str) -> int:
@@ -491,42 +517,91 @@ def _forgetful_keys(architecture: Architecture, norm: str) -> int:
     return found
 
 
-def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
-    """Constants written to the stream add up; under LayerNorm everything written along **1** is invisible."""
+def _written_biases(architecture: Architecture) -> Iterator[Entry]:
+    """Constants written to the stream add up, and move into what reads it without a norm."""
     d = architecture.width
-    centred = removes_mean(architecture)
-    specs = tensors(architecture)
-    input_blind = architecture.embedding_norm.kind == "layer" or bool(centred)
     tables = _movable_tables(architecture)
-    moving = max(0, tables - 1) * (d - input_blind)
+    centred = removes_mean(architecture)
+    moving = max(0, tables - 1) * (d - _input_centred(architecture))
     if moving:
         yield Entry("input tables", f"R^{moving}", 1, moving, "a constant moves from one table of the input to another")
-    if all(layer.arrangement == "pre" for layer in architecture.layers):
-        first = moving if architecture.embedding_norm.kind == "none" else 0
-        own = sum(s.dimension for layer in architecture.layers for s in _attention_shifts(layer.attention, d) if s.space == "value bias")
-        surplus = _surplus(architecture, tables) - first - own
-        if surplus:
-            why = "constants written to the stream add up" + (" (modulo 1, which LayerNorm removes)" if centred else "")
-            if any(absorbs for absorbs, _ in _constants(architecture)):
-                why += "; biases that read the stream without a norm absorb them"
-            yield Entry("written biases", f"R^{surplus}", 1, surplus, why)
-    unused = architecture.positions.offset if isinstance(architecture.positions, LearnedPositions) else 0
+    if any(layer.arrangement != "pre" for layer in architecture.layers):
+        return
+    counted = moving if architecture.embedding_norm.kind == "none" else 0
+    counted += sum(
+        s.dimension for layer in architecture.layers for s in _attention_shifts(architecture, layer.attention) if s.space == "value bias"
+    )
+    surplus = _surplus(architecture, tables) - counted
+    if surplus:
+        why = "constants written to the stream add up" + (" (modulo 1, which LayerNorm removes)" if centred else "")
+        if any(seen < d - centred for seen, _ in _constants(architecture)):
+            why += "; biases that read the stream without a norm absorb them"
+        yield Entry("written biases", f"R^{surplus}", 1, surplus, why)
+
+
+def _writer_shifts(architecture: Architecture) -> Iterator[Entry]:
+    """What is written to the stream where no reader sees it: along **1** under LayerNorm, behind a narrow head, in rows that are not read."""
+    d = architecture.width
+    specs = tensors(architecture)
+
+    def rows(name: str) -> int:
+        return math.prod(specs[name].shape) // d if name in specs else 0
+
+    last = architecture.layers[-1]
+    unseen = d - _head_columns(architecture)
+    if unseen and last.arrangement == "pre":
+        size = rows(f"layers.{len(architecture.layers) - 1}.mlp.down")
+        size = unseen * (size + (last.attention.heads * last.attention.value_dim if last.parallel else 0))
+        yield Entry("writers before the head", f"R^{size}", 1, size, "a head with fewer columns than the stream reads it without a norm")
+    unused = _unread_positions(architecture)
     if unused:
         yield Entry("unused positions", f"R^{unused * d}", 1, unused * d, "rows of the position table that no position reads")
     blind = 0
-    if centred:
+    if removes_mean(architecture):
         for i, layer in enumerate(architecture.layers):
-            blind += layer.attention.heads * layer.attention.value_dim + math.prod(specs[f"layers.{i}.mlp.down"].shape) // d
-            if isinstance(layer.mlp, Experts) and layer.mlp.mlp.down_bias:
-                blind += layer.mlp.count - 1  # moved together they are among the constants
-    if input_blind:
-        rows = ["embed.types", "embed.patches", "embed.positions", *(() if architecture.tied else ("embed.tokens",))]
-        blind += sum(specs[r].shape[0] for r in rows if r in specs) - unused
-        blind += sum(r in specs for r in ("embed.patches_bias", "embed.class_token"))
-        if architecture.tied and architecture.probabilities:
-            blind += 1  # all tokens move together along 1: the stream forgets it, the softmax too
+            blind += rows(f"layers.{i}.attention.o") + rows(f"layers.{i}.mlp.down")
+            # Moved together, the experts' biases are among the constants.
+            blind += rows(f"layers.{i}.mlp.down_bias") - 1 if isinstance(layer.mlp, Experts) and layer.mlp.mlp.down_bias else 0
+    if _input_centred(architecture):
+        names = ["embed.types", "embed.patches", "embed.patches_bias", "embed.class_token", "embed.positions"]
+        blind += sum(map(rows, names)) - unused
+        # Tied tokens can only move together, and only where softmax forgets that.
+        blind += architecture.probabilities if architecture.tied else rows("embed.tokens")
     if blind:
         yield Entry("writers along 1", f"R^{blind}", 1, blind, "LayerNorm removes the mean of whatever is written to the stream")
+
+
+def _unread_positions(architecture: Architecture) -> int:
+    """Rows of the position table that no input reaches."""
+    table = architecture.positions
+    if isinstance(table, NoPositions) or (isinstance(table, Sinusoidal) and not table.stored):
+        return 0
+    offset = table.offset if isinstance(table, LearnedPositions) else 0
+    return table.count - architecture.inputs.count if isinstance(architecture.inputs, Patches) else offset
+
+
+def _input_centred(architecture: Architecture) -> bool:
+    """Whether everything that reads the input removes its mean."""
+    return architecture.embedding_norm.kind == "layer" or bool(removes_mean(architecture))
+
+
+def _table_turns(architecture: Architecture) -> Iterator[Entry]:
+    """A turn that moves every row of a fixed position table by the same constant: a table of the input takes the constant back."""
+    positions = architecture.positions
+    found = list(_stream_norms(architecture))
+    pinned = any(norm.has_gain and not foldable for norm, foldable in found) or isinstance(architecture.outputs, StreamOutput)
+    if not isinstance(positions, Sinusoidal) or positions.stored or pinned or not _movable_tables(architecture):
+        return
+    d = architecture.width
+    rows = sinusoidal_table(positions, d).diff(dim=0)
+    if any(norm.kind == "layer" for norm, _ in found):
+        rows = torch.cat((torch.ones(1, d, dtype=rows.dtype), rows))
+    free = d - (int(torch.linalg.matrix_rank(rows)) if len(rows) < d else d)
+    turns = d * free if not found and not architecture.tied else free * (free - 1) // 2
+    group = stream_group(architecture)
+    extra = turns - (0 if group is None else group.dimension)
+    if extra:
+        yield Entry("position table", f"R^{extra}", 1, extra, "turns of the stream that move all rows of the fixed table by one constant")
 
 
 def _movable_tables(architecture: Architecture) -> int:
@@ -610,7 +685,8 @@ def symmetry(architecture: Architecture) -> Symmetry:
         name = positive if name == "1" else f"{name} × {positive}"
     final = architecture.final_norm
     foldable = final.has_gain and not architecture.tied and not isinstance(architecture.outputs, StreamOutput)
-    shifts = tuple(rule for rules in (_writer_shifts, _tied_shift, _reader_shifts, _router_shifts, _output_shifts) for rule in rules(architecture))
+    rules = (_written_biases, _table_turns, _writer_shifts, _tied_shift, _reader_shifts, _router_shifts, _output_shifts)
+    shifts = tuple(entry for rule in rules for entry in rule(architecture))
     return Symmetry(
         architecture=architecture,
         layers=tuple(_layer(architecture, layer) for layer in architecture.layers),
@@ -646,9 +722,11 @@ def headline(architecture: Architecture) -> str:
     attention = architecture.layers[0].attention
     n = attention.head_dim
     if attention.qk_norm is not None:
-        return f"QK-norm leaves queries and keys signs and scales only ({_qk(attention).dimension} dimensions a layer, in place of {n}² = {n * n} a head)."
+        left = f"{_qk(attention).dimension} dimensions a layer, in place of {n}² = {n * n} a head"
+        return f"QK-norm leaves queries and keys signs and scales only ({left})."
     if isinstance(attention.positions, Rotary):
-        return f"RoPE shrinks the query-key group of plain attention from d_h² = {n * n} to {qk_group(attention).dimension} dimensions a head: {qk_group(attention).name}."
+        g = qk_group(attention)
+        return f"RoPE shrinks the query-key group of plain attention from d_h² = {n * n} to {g.dimension} dimensions a head: {g.name}."
     kind = {Sinusoidal: "A sinusoidal table", LearnedPositions: "A learned table"}.get(type(architecture.positions), "")
     if kind:
         return f"{kind} keeps the query-key group of plain attention: GL({n}), d_h² = {n * n} dimensions a head."

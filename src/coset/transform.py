@@ -7,6 +7,7 @@ adds the gauge on both sides, so that it goes from raw weights to raw weights an
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from coset.errors import CosetError
 from coset.groups import Element, Group, Product, Wreath
 from coset.groups.composite import WreathElement
 from coset.groups.monomial import take
-from coset.normal_form import Gauge, coordinates, fold, folded_architecture, random_gauge, unfold
+from coset.normal_form import Gauge, coordinates, fold, folded_architecture, random_gauge, read_gauge, unfold
 from coset.parameters import Parameters, TensorSpec, tensors
 from coset.symmetry import group as symmetry_group
 
@@ -165,7 +166,7 @@ class Transform:
             for name, value in gauge.items()
         )
 
-    def save(self, path: Path | str, metadata: Mapping[str, str] | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         """Write one ``.safetensors`` file: the element's and gauges' tensors, with JSON metadata. Never pickle.
 
         The file carries the sizes of every tensor of the architecture, so that :meth:`load` can refuse another one.
@@ -186,7 +187,7 @@ class Transform:
             temporary.unlink(missing_ok=True)
 
     @staticmethod
-    def load(path: Path | str, architecture: Architecture) -> Transform:
+    def load(path: str | os.PathLike[str], architecture: Architecture) -> Transform:
         """Read a transform and check that it belongs to `architecture`.
 
         Raises
@@ -204,16 +205,18 @@ class Transform:
             raise CosetError(f"{path}: not a readable safetensors file: {error}") from None
         if metadata.get("coset") != "transform":
             raise CosetError(f"{path}: not a transform written by coset (its metadata says {metadata.get('coset')!r})")
-        if json.loads(metadata["signature"]) != signature(architecture):
-            raise CosetError(f"{path}: this transform was written for another architecture; expected tensors {signature(architecture)['summary']}")
+        if metadata.get("signature") != json.dumps(signature(architecture)):
+            raise CosetError(
+                f"{path}: this transform was written for another architecture; expected tensors {signature(architecture)['summary']}"
+            )
         gauges: dict[str, dict[str, Tensor]] = {"source": {}, "target": {}}
         leaves: dict[str, dict[str, Tensor]] = {}
         for name, tensor in stored.items():
-            kind, rest = name.split("/", 1)
+            kind, _, rest = name.partition("/")
             if kind in gauges:
                 gauges[kind][rest] = tensor
             elif kind == "element":
-                space, leaf = rest.split("/", 1)
+                space, _, leaf = rest.partition("/")
                 leaves.setdefault(space, {})[leaf] = tensor
             else:
                 raise CosetError(f"{path}: tensor {name} does not belong in a transform file")
@@ -240,26 +243,23 @@ def signature(architecture: Architecture) -> dict[str, Any]:
     return {"summary": summary, "layers": layers, "shapes": shapes}
 
 
-def gauge_names(architecture: Architecture, spaces: tuple[str, ...]) -> tuple[str, ...]:
-    """The gauge coordinates that the chosen spaces move: gains, shifts, and every gain when the stream turns.
+def gauge_names(architecture: Architecture, spaces: tuple[str, ...], pinned: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The gauge coordinates that the chosen spaces move: gains, shifts, and every gain when the stream turns; none that changes a `pinned` tensor.
 
     What LayerNorm's readers are blind to is a fixed direction only once their gains are folded, so those shifts need the gains too.
     """
     available = coordinates(architecture)
-    fold_gains = "gains" in spaces or "stream" in spaces
     names = []
     for name, c in available.items():
+        if set(c.changes) & set(pinned):
+            continue
         if c.space == "gains":
             norm_gain = name.endswith(".gain")
             if "gains" in spaces or (norm_gain and "stream" in spaces):
                 names.append(name)
         elif "shifts" in spaces:
-            if name.endswith(" along 1") and not fold_gains and tensors(architecture)[name.removesuffix(" along 1")].reads is not None:
-                owner = tensors(architecture)[name.removesuffix(" along 1")].reads
-                if f"{owner}.gain" in available:
-                    continue
             names.append(name)
-    return tuple(names)
+    return tuple(name for name in names if set(available[name].needs) <= set(names))
 
 
 def check_spaces(spaces: tuple[str, ...]) -> None:
@@ -283,14 +283,12 @@ def restrict(group: Group, g: Element, key: str, spaces: tuple[str, ...]) -> Ele
         return WreathElement(g.order if "heads" in spaces else identity.order, inner)
     if isinstance(group, Wreath):
         identity = group.identity()
-        return WreathElement(
-            g.order if "experts" in spaces else identity.order, g.inner if "neurons" in spaces else identity.inner
-        )
+        return WreathElement(g.order if "experts" in spaces else identity.order, g.inner if "neurons" in spaces else identity.inner)
     return g if "neurons" in spaces else group.identity()
 
 
 def random_transform(
-    architecture: Architecture, parameters: Parameters, *, spaces: tuple[str, ...] = SPACES, seed: int = 0
+    architecture: Architecture, parameters: Parameters, *, spaces: tuple[str, ...] = SPACES, seed: int = 0, pinned: tuple[str, ...] = ()
 ) -> Transform:
     """A random transform of these parameters, in every chosen space that the architecture has.
 
@@ -302,12 +300,13 @@ def random_transform(
         Of :data:`SPACES`.
     seed
         Same seed, same bytes.
+    pinned
+        Tensors that must stay as they are, because something outside the architecture reads them too.
     """
     check_spaces(spaces)
     generator = torch.Generator().manual_seed(seed)
-    names = gauge_names(architecture, spaces)
-    cast = {name: parameters[name].to(torch.float64) for name in tensors(architecture)}
-    folded, _, own = fold(architecture, cast, names)
+    names = gauge_names(architecture, spaces, pinned)
+    folded, own = folded_architecture(architecture, names), read_gauge(architecture, parameters, names)
     wanted = {"heads": {"heads", "qk", "vo"}, "neurons": {"neurons", "experts"}, "stream": {"stream"}}
     element = {
         key: restrict(group, group.random(generator), key, spaces)

@@ -1,8 +1,8 @@
 """What the solvers compare: a layer's tensors as stacked columns, one block of lanes at a time.
 
-Weights and bias of a reader are stacked, ``[W; b]``, one row more than the stream is wide. A *metric* Σ (second moment of the input, with a one appended)
-replaces the identity in every inner product on the input side; with Σ = F Fᵀ that is the plain inner product of ``Fᵀ [W; b]``,
-so the solvers never see it.
+Weights and bias of a reader are stacked, ``[W; b]``, one row more than the stream is wide. A *metric* Σ (second moment of the
+input, with a one appended) replaces the identity in every inner product on the input side; with Σ = F Fᵀ that is the plain inner
+product of ``Fᵀ [W; b]``, so the solvers never see it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class HeadFeatures:
     per_query: Tensor | None
 
 
-def head_features(architecture: Architecture, i: int, p: Parameters, factor: Tensor | None = None, *, circuits: bool = False) -> HeadFeatures:
+def head_features(
+    architecture: Architecture, i: int, p: Parameters, factor: Tensor | None = None, *, circuits: bool = False
+) -> HeadFeatures:
     """Features of layer i's attention from its canonical tensors.
 
     With `circuits` the biases that no output can see (a key bias without rotation, a value bias beside an output bias) are left out: the products
@@ -129,7 +131,10 @@ def _blocks(a: Attention, q: Tensor, k: Tensor) -> tuple[QKBlocks, ...]:
         parts = [torch.movedim(x[..., real], -2, 0) for x in (q, k)]
         if blocks[0].imaginary is not None:
             imaginary = torch.tensor([b.imaginary for b in blocks])
-            parts = [torch.complex(r.contiguous(), torch.movedim(x[..., imaginary], -2, 0).contiguous()) for r, x in zip(parts, (q, k), strict=True)]
+            parts = [
+                torch.complex(r.contiguous(), torch.movedim(x[..., imaginary], -2, 0).contiguous())
+                for r, x in zip(parts, (q, k), strict=True)
+            ]
         out.append(QKBlocks(blocks, *parts))
     return tuple(out)
 

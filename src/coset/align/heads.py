@@ -4,8 +4,9 @@ Circuits ``M_i = Q_i K_iᵀ`` and ``N_i = V_i O_i`` do not change with the basis
 
     C_ij = ‖M_i^A − M_j^B‖² + ‖N_i^A − N_j^B‖²
 
-and assigned exactly. The d×d products are never formed: ``⟨Q_A K_Aᵀ, Q_B K_Bᵀ⟩ = Σ (Q_AᵀQ_B) ∘ (K_AᵀK_B)``, and the cross products of all pairs of heads
-are one matrix product. Under a rotary encoding M alone does not determine the function; the complex products ``q_j k_j†`` of every plane do, and cost no more.
+and assigned exactly. The d×d products are never formed: ``⟨Q_A K_Aᵀ, Q_B K_Bᵀ⟩ = Σ (Q_AᵀQ_B) ∘ (K_AᵀK_B)``, and the cross products
+of all pairs of heads are one matrix product. Under a rotary encoding M alone does not determine the function; the complex products
+``q_j k_j†`` of every plane do, and cost no more.
 Source: "Functional Equivalence in Attention" (ICML 2026), stage 1.
 """
 
@@ -143,7 +144,9 @@ def _flatten_queries(q: Tensor) -> Tensor:
     return q.flatten(2, 3)
 
 
-def solve_within(group: Wreath, a: HeadFeatures, b: HeadFeatures, solvers: Solvers, spaces: tuple[str, ...]) -> tuple[dict[str, Tensor], list[str]]:
+def solve_within(
+    group: Wreath, a: HeadFeatures, b: HeadFeatures, solvers: Solvers, spaces: tuple[str, ...]
+) -> tuple[dict[str, Tensor], list[str]]:
     """Stage 2 for features whose heads already correspond.
 
     Returns the elements for ``qk`` and ``vo`` ([kv, n, n], or signs [kv, blocks] under QK-norm), and a note for every degenerate head.

@@ -21,8 +21,8 @@ from coset.align.neurons import invariants, match_neurons, order_by_invariants, 
 from coset.align.stream import StreamProducts
 from coset.architecture import Architecture
 from coset.errors import CosetError
-from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Product, Wreath
-from coset.normal_form import Gauge, compatible_gauge, coordinates, fold, folded_architecture, unfold
+from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath
+from coset.normal_form import compatible_gauge, fold, folded_architecture, read_gauge, unfold
 from coset.parameters import Parameters, check, tensors
 from coset.symmetry import group as symmetry_group
 from coset.transform import SPACES, Transform, act, check_spaces, gauge_names
@@ -62,6 +62,7 @@ class Alignment(Match):
     parameters: dict[str, Tensor]
 
 
+DEFAULT_SOLVERS = Solvers()
 Progress = Callable[[str, int, int], None]
 """Called with what is being matched, how many blocks are done, and of how many."""
 
@@ -77,10 +78,17 @@ class _Problem:
     that distances are those of the weights that will be interpolated.
     """
 
-    def __init__(self, architecture: Architecture, reference: Parameters, other: Parameters, spaces: tuple[str, ...], metric: Metric | None):
+    def __init__(
+        self,
+        architecture: Architecture,
+        reference: Parameters,
+        other: Parameters,
+        spaces: tuple[str, ...],
+        metric: Metric | None,
+        pinned: tuple[str, ...],
+    ):
         self.architecture, self.reference, self.other, self.metric = architecture, reference, other, metric
-        self.names = gauge_names(architecture, spaces)
-        space = {name: c.space for name, c in coordinates(architecture).items()}
+        self.names = gauge_names(architecture, spaces, pinned)
         self.folded = folded_architecture(architecture, self.names)
         groups = symmetry_group(self.folded).factors
         self.groups: dict[str, Group] = {
@@ -90,7 +98,8 @@ class _Problem:
             or (key.endswith(".heads") and {"heads", "qk", "vo"} & set(spaces))
             or (key.endswith(".neurons") and {"neurons", "experts"} & set(spaces))
         }
-        self.kept = () if "stream" in self.groups else tuple(n for n in self.names if space[n] == "gains")
+        # The scale between query and key gains travels with the heads, so it stays folded while heads are matched.
+        self.kept = () if "stream" in self.groups else tuple(n for n in self.names if n.endswith(".gain"))
         self.working = folded_architecture(architecture, [n for n in self.names if n not in self.kept])
         self.blocks: list[int | None] = [None, *range(len(architecture.layers))]
         self.source: dict[str, Tensor] = {}
@@ -98,14 +107,9 @@ class _Problem:
         self.notes: list[str] = []
 
     def gauges(self) -> None:
-        """Read both models once: their gauges, and a check of every tensor."""
-        for index in self.blocks:
-            own = [self._read(p, index) for p in (self.reference, self.other)]
-            gauges = [fold(self.architecture, p, self.names)[2] for p in own]
-            target, notes = compatible_gauge(gauges[0], gauges[1])
-            self.source.update(gauges[1])
-            self.target.update(target)
-            self.notes += notes
+        """Read both models once for their gauges."""
+        self.source = read_gauge(self.architecture, self.other, self.names)
+        self.target, self.notes = compatible_gauge(read_gauge(self.architecture, self.reference, self.names), self.source)
 
     def _read(self, p: Parameters, index: int | None) -> dict[str, Tensor]:
         return {name: p[name].to(torch.float64) for name in _block(self.architecture, index)}
@@ -127,21 +131,19 @@ class _Problem:
         return metric_factor(self.metric, site, torch.float64)
 
     def distance(self, a: Parameters, b: Parameters) -> float:
-        """Squared distance of two blocks; readers in the metric, where there is one."""
+        """Squared distance of two blocks; readers inside layers, with their biases, in the metric where there is one."""
+        gap = {name: x - b[name] for name, x in a.items()}
+        if self.metric is None:
+            return sum(float(x.square().sum()) for x in gap.values())
         total, specs = 0.0, tensors(self.working)
-        for name, x in a.items():
-            spec = specs[name]
-            site = None
-            if self.metric is not None and spec.layer is not None and spec.axis("stream") == 0 and spec.reads is not None:
-                part = "attention" if ".attention." in name else "mlp"
-                site = self.factor(f"layers.{spec.layer}.{part}.input")
-            if site is None and not (self.metric is not None and name.endswith(("q_bias", "k_bias", "v_bias", "up_bias", "gate_bias"))):
-                total += float((x - b[name]).square().sum())
-            elif site is not None:
-                bias = f"{name}_bias"
-                gap = a[bias] - b[bias] if bias in a else None
-                total += float(stacked(x - b[name], gap, site).square().sum())
-        return total
+        for name in list(gap):
+            spec, axis = specs[name], specs[name].axis("stream")
+            if spec.layer is None or axis is None or spec.axes[axis].variance != -1:
+                continue
+            part = "attention" if ".attention." in name else "mlp"
+            reader, bias = gap.pop(name).movedim(axis, 0), gap.pop(f"{name}_bias", None)
+            total += float(stacked(reader, bias, self.factor(f"layers.{spec.layer}.{part}.input")).square().sum())
+        return total + sum(float(x.square().sum()) for x in gap.values())
 
 
 def _improve(
@@ -221,16 +223,18 @@ def _run(
     for cycle in range(cycles):
         notes = []
         products = StreamProducts.zero(problem.architecture.width, problem.groups["stream"]) if moves_stream else None
-        total, falls, size = 0.0, [], 0.0
+        total, size = 0.0, 0.0
+        falls: list[tuple[str, float]] = []
         for done, index in enumerate(problem.blocks):
             if progress is not None:
                 progress(f"cycle {cycle + 1}", done, len(problem.blocks))
-            a, b = problem.a(index), problem.b(index, element)
+            a: Parameters = problem.a(index)
+            b: Parameters = problem.b(index, element)
             total += problem.distance(a, b)
             size += sum(float(x.square().sum()) for x in a.values())
             if index is not None and index in layers:
-                b, fell, found = _match_layer(problem, index, a, b, solvers, spaces, element)
-                falls += fell
+                b, gained, found = _match_layer(problem, index, a, b, solvers, spaces, element)
+                falls += gained
                 notes += found
             if products is not None:
                 products.add(problem.working, a, b)
@@ -302,12 +306,13 @@ def match(
     spaces: tuple[str, ...] = SPACES,
     layers: tuple[int, ...] | None = None,
     metric: Metric | None = None,
-    solvers: Solvers = Solvers(),
+    solvers: Solvers = DEFAULT_SOLVERS,
     cycles: int = 100,
     tolerance: float = 1e-10,
+    pinned: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Match:
-    """Find the transform that brings `other` to `reference`, without applying it.
+    """Find the transform that brings `other` to `reference`, without applying it, and without checking every tensor first.
 
     Parameters
     ----------
@@ -326,6 +331,10 @@ def match(
         How stage 2 is solved.
     cycles, tolerance
         With the stream, the cycle over all spaces ends when a pass gains less than `tolerance` of the reference's squared norm.
+    pinned
+        Tensors that must stay as they are, because something outside the architecture reads them too.
+    progress
+        Called with what is being done, how many blocks are done, and of how many.
 
     Returns
     -------
@@ -334,12 +343,14 @@ def match(
     Raises
     ------
     CosetError
-        If spaces are unknown, nothing can move, the metric does not fit, or tensors are missing, misshapen or not finite.
+        If spaces are unknown, nothing can move, or the metric does not fit.
     """
     check_spaces(spaces)
     if metric is not None and "stream" in spaces:
-        raise CosetError("metric: it is tied to the basis of the stream, so it cannot be used while the space stream moves; leave one of them out")
-    problem = _Problem(architecture, reference, other, spaces, metric)
+        raise CosetError(
+            "metric: it is tied to the basis of the stream, so it cannot be used while the space stream moves; leave one of them out"
+        )
+    problem = _Problem(architecture, reference, other, spaces, metric, pinned)
     if not problem.groups and not problem.names:
         raise CosetError(f"spaces: this architecture has nothing to move in {', '.join(spaces)}")
     chosen = tuple(range(len(architecture.layers))) if layers is None else layers
@@ -351,9 +362,7 @@ def match(
     start = sum(problem.distance(problem.a(i), problem.b(i, element)) for i in problem.blocks)
 
     def run(first: dict[str, Element], passes: int) -> tuple[dict[str, Element], list[Step], list[str]]:
-        return _run(
-            problem, first, spaces=spaces, layers=chosen, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress
-        )
+        return _run(problem, first, spaces=spaces, layers=chosen, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress)
 
     history = [Step("start", start)]
     if "stream" not in problem.groups:
@@ -378,7 +387,7 @@ def align(
     spaces: tuple[str, ...] = SPACES,
     layers: tuple[int, ...] | None = None,
     metric: Metric | None = None,
-    solvers: Solvers = Solvers(),
+    solvers: Solvers = DEFAULT_SOLVERS,
     cycles: int = 100,
     tolerance: float = 1e-10,
     progress: Progress | None = None,
@@ -411,6 +420,3 @@ def align(
         progress=progress,
     )
     return Alignment(found.transform, found.history, found.notes, found.transform({name: other[name] for name in tensors(architecture)}))
-
-
-

@@ -36,7 +36,7 @@ def input_moments(architecture: Architecture, parameters: Parameters, inputs: Te
             seen[site] = seen.get(site, 0) + len(x)
 
     with torch.no_grad():
-        for part in inputs.split(batch):
+        for part in torch.split(inputs, batch):
             forward(architecture, parameters, part, tap=tap)
     return {site: moment / seen[site] for site, moment in total.items()}
 

@@ -1,7 +1,10 @@
 """Neurons: which is which, at what scale; and which expert is which.
 
-The assignment maximises the inner products of everything that belongs to a neuron, ``⟨up_i^A, c up_j^B⟩ + ⟨down_i^A, down_j^B / c⟩ + ⟨gate_i^A, gate_j^B⟩``, exactly
-(linear assignment, as in Git Re-Basin); where the activation lets a scale c through, pairs are compared in the scale that
+The assignment maximises the inner products of everything that belongs to a neuron,
+
+    ⟨up_i^A, c up_j^B⟩ + ⟨down_i^A, down_j^B / c⟩ + ⟨gate_i^A, gate_j^B⟩,
+
+exactly (linear assignment, as in Git Re-Basin); where the activation lets a scale c through, pairs are compared in the scale that
 balances both sides alike, and the best scale of each chosen pair is then the best root of a quartic.
 """
 

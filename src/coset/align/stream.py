@@ -63,10 +63,10 @@ class StreamProducts:
             return g, float(objective(grams, eye) - objective(grams, g))
         inner = self.writers + self.readers
         if isinstance(group, Monomial):
-            g = _monomial(group, inner, self.plain)
-            both = inner * g.scale + self.plain
-            gained = both[g.order, torch.arange(group.n)].sum() - (inner + self.plain).trace()
-            return g, 2 * float(gained)
+            moved = _monomial(group, inner, self.plain)
+            both = inner * moved.scale + self.plain
+            gained = both[moved.order, torch.arange(group.n)].sum() - (inner + self.plain).trace()
+            return moved, 2 * float(gained)
         assert isinstance(group, Orthogonal)
         g = group.best(inner)
         return g, 2 * float((g * inner).sum() - inner.trace())
@@ -80,11 +80,11 @@ def _monomial(group: Monomial, inner: Tensor, plain: Tensor) -> MonomialElement:
         sign = torch.where(inner[order, lanes] < 0, -1.0, 1.0).to(inner.dtype)
         return MonomialElement(order, sign)
     candidates = []
-    for sign in (1.0, -1.0):
-        order = assignment((sign * inner + plain).mT)
-        value = float((sign * inner + plain)[order, lanes].sum())
-        candidates.append((value, -sign, MonomialElement(order, torch.full((group.n,), sign, dtype=inner.dtype))))
-    return max(candidates, key=lambda c: c[:2])[2]
+    for one in (1.0, -1.0):
+        score = one * inner + plain
+        order = assignment(score.mT)
+        candidates.append((float(score[order, lanes].sum()), MonomialElement(order, torch.full((group.n,), one, dtype=inner.dtype))))
+    return max(candidates, key=lambda c: c[0])[1]
 
 
 def _stream_rows(architecture: Architecture, a: Parameters, b: Parameters) -> Iterator[tuple[Tensor, Tensor, int]]:

@@ -1,7 +1,9 @@
 r"""Stage 2: the change of basis inside a head.
 
-Everything here works on Gram matrices, so that the cost of a step does not depend on the width of the model, and on any leading batch (heads, planes).
-A head's queries Q and keys K [rows, m] (complex lanes for planes that rotate) change as ``Q -> Q U``, ``K -> K U^{-H}``. Every solver minimises
+Everything here works on Gram matrices, so that the cost of a step does not depend on the width of the model, and on any leading
+batch (heads, planes).
+A head's queries Q and keys K [rows, m] (complex lanes for planes that rotate) change as ``Q -> Q U``, ``K -> K U^{-H}``.
+Every solver minimises
 
     f(U) = ‖Q_A − Q_B U‖² + ‖K_A − K_B U^{-H}‖²
 
@@ -69,19 +71,14 @@ def objective(grams: Grams, u: Tensor, w: Tensor | None = None) -> Tensor:
 # --- planes: C^× ----------------------------------------------------------------------------------------------------
 
 
-def _plane_value(r: Tensor, alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return r**2 * q + k / r**2 - 2 * (alpha * r + beta / r).abs()
-
-
 def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Planes = "exact") -> Tensor:
     r"""The complex factor of every plane, ``z = r e^{iφ}``, that minimises ‖q_A − z q_B‖² + ‖k_A − k_B / z̄‖².
 
     With α = ⟨q_B, q_A⟩ and β = ⟨k_B, k_A⟩ (conjugate-linear in B) the best phase at radius r is arg(αr + β/r), which leaves
-    ``h(r) = r²‖q_B‖² + ‖k_B‖²/r² − 2|αr + β/r|``. With s = r² the stationary points are roots of
 
-        (q s² − k)² (|α|² s² + 2 Re(αβ̄) s + |β|²) = s (|α|² s² − |β|²)²,
+        h(r) = r²‖q_B‖² + ‖k_B‖²/r² − 2|αr + β/r|.
 
-    of degree six: the eigenvalues of one companion matrix a plane, all planes at once. The best positive root is the *global* minimum.
+    h has one minimum or two, in known intervals; both are found, for all planes at once, and the lower one is the *global* minimum.
 
     Parameters
     ----------
@@ -105,10 +102,7 @@ def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Plan
     balance = (k_safe / q_safe).sqrt()
     a = alpha * balance.sqrt() / unit
     b = beta / balance.sqrt() / unit
-    if method == "brent":
-        radius = _brent(a, b)
-    else:
-        radius = _exact(a, b)
+    radius = _brent(a, b) if method == "brent" else _exact(a, b)
     radius = torch.where(alive, radius * balance.sqrt(), one)
     direction = alpha * radius + beta / radius
     size = direction.abs()
@@ -117,47 +111,48 @@ def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Plan
 
 
 def _exact(a: Tensor, b: Tensor) -> Tensor:
-    """Global minimiser r of r² + 1/r² − 2|ar + b/r|, [*batch]."""
-    aa, bb, ab = a.abs() ** 2, b.abs() ** 2, 2 * (a * b.conj()).real
-    # (t² − 1)² (aa t² + ab t + bb) − t (aa t² − bb)² in ascending powers. The leading coefficient aa may vanish, so add the
-    # factor's reversal: t -> 1/t exchanges a and b. Roots at infinity are harmless (they fail the test for a positive root).
-    coefficients = torch.stack(
-        [bb, ab - bb**2, aa - 2 * bb, -2 * ab + 2 * aa * bb, bb - 2 * aa, ab - aa**2, aa], -1
-    )
-    swap = (aa < bb)[..., None]
-    coefficients = torch.where(swap, coefficients.flip(-1), coefficients)
-    lead = coefficients[..., -1:]
-    tiny = torch.finfo(a.real.dtype).tiny
-    monic = coefficients[..., :-1] / torch.where(lead > tiny, lead, torch.ones_like(lead))
-    companion = torch.zeros(*a.shape, 6, 6, dtype=monic.dtype, device=a.device)
-    companion[..., 1:, :-1] = torch.eye(5, dtype=monic.dtype, device=a.device)
-    companion[..., :, -1] = -monic
-    roots = torch.linalg.eigvals(companion)
-    t = torch.where(roots.imag.abs() <= 1e-3 * (1 + roots.abs()), roots.real, torch.ones_like(roots.real))
-    t = torch.where(swap, 1 / torch.where(t > 0, t, torch.ones_like(t)), t)
-    t = torch.where((t > 1e-12) & (t < 1e12) & torch.isfinite(t), t, torch.ones_like(t))
-    # t = 1 is always a candidate: with a = b = 0 it is the minimum.
-    candidates = torch.cat([t, torch.ones_like(t[..., :1])], -1).sqrt()
-    values = _plane_value(candidates, a[..., None], b[..., None], torch.ones_like(candidates), torch.ones_like(candidates))
-    best = torch.gather(candidates, -1, values.argmin(-1, keepdim=True))[..., 0]
-    return _polish(best, a, b)
+    """Global minimiser r of h = r² + 1/r² − 2|ar + b/r|, [*batch].
 
-
-def _polish(r: Tensor, a: Tensor, b: Tensor, steps: int = 3) -> Tensor:
-    """Newton steps on h in log r, each kept only where it does not raise h."""
-    aa, bb, ab = a.abs() ** 2, b.abs() ** 2, 2 * (a * b.conj()).real
-    for _ in range(steps):
-        s = r**2
-        size = (aa * s + ab + bb / s).clamp_min(torch.finfo(s.dtype).tiny)
-        slope, curve = aa * s - bb / s, aa * s + bb / s
-        first = 2 * (s - 1 / s) - 2 * slope / size.sqrt()
-        second = 4 * (s + 1 / s) - 4 * curve / size.sqrt() + 2 * slope**2 / size**1.5
-        step = torch.where(second > 0, -first / torch.where(second > 0, second, torch.ones_like(second)), torch.zeros_like(r))
-        moved = r * torch.exp(step.clamp(-0.5, 0.5))
-        ones = torch.ones_like(r)
-        better = _plane_value(moved, a, b, ones, ones) <= _plane_value(r, a, b, ones, ones)
-        r = torch.where(better, moved, r)
-    return r
+    With t = r² and x = log t, h' = 0 reads 2 sinh x = N / D for N = |a|² t − |b|² / t and D = |ar + b/r|. Both sides must have one
+    sign, so a stationary point lies beyond both x = 0 and the place where N = 0, on one side or the other. On the side of the larger
+    of |a|, |b| the ratio of the two sides is monotone: there is one root, a minimum. On the other it falls and then rises: there are
+    none, or a maximum and then a minimum. So each side holds at most one minimum, its outermost root, which bisection finds; Newton
+    steps make it fast.
+    """
+    aa, bb = (a * a.conj()).real, (b * b.conj()).real
+    # Two sides in one batch: t >= 1 as it is, and t <= 1 through t -> 1/t, which exchanges a and b.
+    p, q = torch.stack([aa, bb]), torch.stack([bb, aa])
+    cosine = 2 * (a * b.conj()).real
+    tiny, noise = torch.finfo(p.dtype).tiny, torch.finfo(p.dtype).eps
+    low = torch.log((q / p.clamp_min(tiny)).clamp(1.0, 1e12)) / 2
+    # t − 1/t <= (|a| + |b|) r there, hence r <= |a| + |b| + 1.
+    high = torch.maximum(2 * torch.log1p(aa.sqrt() + bb.sqrt()), low)
+    x = (low + high) / 2
+    falls = torch.zeros_like(x, dtype=torch.bool)
+    for _ in range(60):
+        t = torch.exp(x)
+        back = 1 / t
+        s, c, upper, lower = t - back, t + back, p * t, q * back
+        n, m = upper - lower, upper + lower
+        square = torch.maximum(m + cosine, noise * m).clamp_min(tiny)
+        root = square.sqrt()
+        ratio = n / root
+        slope, curve = s - ratio, c + (ratio * ratio / 2 - m) / root
+        # Beyond the outermost root: h rises, and so does the ratio.
+        rises = slope >= 0
+        beyond = rises & (2 * (c * n - m * s) + ratio * ratio * s >= 0)
+        low, high = torch.where(beyond, low, x), torch.where(beyond, x, high)
+        newton = x - slope / curve
+        moved = torch.where((curve > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
+        # A bracket in which h was never seen to fall holds no minimum, or one too shallow to be the lower of two.
+        falls = falls | ~rises
+        settled = ((moved - x).abs() <= 1e-8) | (~falls & (high - low <= 1e-4))  # a last Newton step squares the 1e-8
+        x = moved
+        if bool(settled.all()):
+            break
+    t = torch.cat([torch.exp(torch.stack([x[0], -x[1]])), torch.ones_like(x[:1])])
+    best = (t + 1 / t - 2 * (aa * t + cosine + bb / t).clamp_min(0).sqrt()).argmin(0, keepdim=True)
+    return torch.gather(t, 0, best)[0].sqrt()
 
 
 def _brent(a: Tensor, b: Tensor) -> Tensor:
@@ -206,9 +201,10 @@ def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 
     """U [*batch, m, m] in GL(m) (real or complex, as the Gram matrices are) that minimises f.
 
     ``gauss-newton``
-        From the better of two Procrustes starts, in the raw and in the balanced basis (the second is exact when an exact solution exists). Each step solves the
-        linearised problem in the Lie algebra, ``G_Q X + X G_K = R``, a Sylvester equation that two eigendecompositions diagonalise, then
-        moves along ``U exp(tX)`` with t halved until f falls. O(m³) a step, whatever the width of the model. A local minimum; f never rises.
+        From the better of two Procrustes starts, in the raw and in the balanced basis (the second is exact when an exact solution
+        exists). Each step solves the linearised problem in the Lie algebra, ``G_Q X + X G_K = R``, a Sylvester equation that two
+        eigendecompositions diagonalise, then moves along ``U exp(tX)`` with t halved until f falls. O(m³) a step, whatever the width of
+        the model. A local minimum; f never rises.
     ``gradient``
         The paper's: gradient descent on U with backtracking, from the Procrustes start in the raw basis.
     ``orthogonal``

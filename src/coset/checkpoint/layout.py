@@ -105,8 +105,9 @@ def interleaved_linear(stored: str, parts: Mapping[str, str], outer: str, into: 
 
 
 def check_finite(name: str, stored: Tensor, owner: object) -> None:
-    """Raise if a tensor holds NaN or infinity."""
-    if not bool(torch.isfinite(stored).all()):
+    """Raise if a floating-point tensor holds NaN or infinity."""
+    # The extremes of a tensor with a NaN are NaN; this reads the tensor once and allocates nothing.
+    if stored.numel() and stored.is_floating_point() and not all(math.isfinite(extreme) for extreme in torch.aminmax(stored)):
         raise CosetError(f"{owner}: tensor {name} holds NaN or infinity; a checkpoint like that cannot be transformed or compared")
 
 
@@ -123,6 +124,10 @@ class Slot:
     length: int
     factors: tuple[int, ...]
     order: tuple[int, ...]
+
+    def joined(self, canonical: Tensor) -> Tensor:
+        """The canonical tensor with its axes in stored order: the inverse of the view that :meth:`Place.views` takes."""
+        return canonical.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -229,30 +234,47 @@ class Table:
     def canonical(self, layer: int | None, read: Callable[[str], Tensor], dtype: torch.dtype, owner: object) -> dict[str, Tensor]:
         """The canonical tensors of one layer (None: of the two ends), cast to `dtype`, in canonical order; errors name the `owner`.
 
+        They keep the memory order of the stored tensors, so most are not contiguous: transposing large tensors twice would cost more than
+        the cast.
+
         Raises
         ------
         CosetError
             If a mirror differs from the tensor that it repeats, or a tensor holds NaN or infinity.
         """
-        out = {name: torch.empty(spec.shape, dtype=dtype) for name, spec in self.specs.items() if spec.layer == layer}
+        out: dict[str, Tensor] = {}
         for place in self.places:
             if place.layer != layer:
                 continue
             stored = read(place.stored)
             check_finite(place.stored, stored, owner)
             for slot, view in place.views(stored.contiguous()):
-                target = self._target(out, slot)
-                if not place.mirror:
-                    target.copy_(view)
-                elif not torch.equal(target, view.to(dtype)):
-                    raise CosetError(
-                        f"{owner}: tensor {place.stored} differs from {self._holder(slot.canonical)}, while the config ties them: "
-                        "transformers would load them untied; set tie_word_embeddings to false, or remove one of the two"
-                    )
-        return out
+                if place.mirror:
+                    self._check_mirror(place, slot, out, view.to(dtype), owner)
+                elif slot.expert is None:
+                    out[slot.canonical] = view.to(dtype, copy=True)
+                else:
+                    if slot.canonical not in out:
+                        out[slot.canonical] = self._stack(slot, dtype)
+                    self._target(out, slot).copy_(view)
+        return {name: out[name] for name, spec in self.specs.items() if spec.layer == layer}
+
+    def _stack(self, slot: Slot, dtype: torch.dtype) -> Tensor:
+        """An empty tensor for all experts, in the memory order of one."""
+        spec = self.specs[slot.canonical]
+        axis = spec.axis("expert") or 0
+        stacked = torch.empty((spec.shape[axis], *slot.factors), dtype=dtype)
+        return stacked.permute(0, *(1 + o for o in slot.order)).movedim(0, axis)
+
+    def _check_mirror(self, place: Place, slot: Slot, out: Mapping[str, Tensor], repeated: Tensor, owner: object) -> None:
+        if not torch.equal(self._target(out, slot), repeated):
+            raise CosetError(
+                f"{owner}: tensor {place.stored} differs from {self._holder(slot.canonical)}, while the config ties them: "
+                "transformers would load them untied; set tie_word_embeddings to false, or remove one of the two"
+            )
 
     def stored(self, layer: int | None, canonical: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The stored tensors of one layer (None: of the ends), one at a time, in the dtype of `canonical`.
+        """The stored tensors of one layer (None: of the ends), one at a time, in the dtype of `canonical`, which they may share memory with.
 
         Raises
         ------
@@ -265,9 +287,12 @@ class Table:
                 raise CosetError(f"canonical tensor {name} must have shape {list(spec.shape)}, {got}")
         for place in self.places:
             if place.layer == layer:
-                stored = torch.empty(place.shape, dtype=canonical[place.slots[0].canonical].dtype)
-                for slot, view in place.views(stored):
-                    view.copy_(self._target(canonical, slot))
+                if len(place.slots) == 1:
+                    stored = place.slots[0].joined(self._target(canonical, place.slots[0])).reshape(place.shape)
+                else:
+                    stored = torch.empty(place.shape, dtype=canonical[place.slots[0].canonical].dtype)
+                    for slot, view in place.views(stored):
+                        view.copy_(self._target(canonical, slot))
                 yield place.stored, stored
 
     def _target(self, tensors: Mapping[str, Tensor], slot: Slot) -> Tensor:

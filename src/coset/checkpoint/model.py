@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ Block = dict[str, Tensor]
 
 _FLOATING = ("F16", "BF16", "F32", "F64")
 _SHOWN = 12
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -230,9 +232,10 @@ def _check_finite(model: Model, layer: int | None) -> None:
 def _squares(exact: Tensor, cast: Tensor) -> tuple[float, float]:
     """Squared norms of the cast's error and of the exact tensor, piece by piece: embeddings are large."""
     error = size = 0.0
-    for a, b in zip(torch.split(exact.reshape(-1), 1 << 22), torch.split(cast.reshape(-1), 1 << 22), strict=True):
-        error += float((b.to(torch.float64) - a).square().sum())
-        size += float(a.to(torch.float64).square().sum())
+    for a, b in zip(torch.split(exact.reshape(-1), _PIECE), torch.split(cast.reshape(-1), _PIECE), strict=True):
+        difference = b.to(a.dtype).sub_(a)
+        error += float(difference.dot(difference))
+        size += float(a.dot(a))
     return error, size
 
 
@@ -259,6 +262,7 @@ def save(
     transform: Callable[[int | None, Block], Mapping[str, Tensor]],
     *,
     only: Collection[int | None] | None = None,
+    invariant: Callable[[str, Tensor], Tensor] | None = None,
     untied: bool = False,
     metadata: Mapping[str, str] | None = None,
     texts: Mapping[str, str] | None = None,
@@ -274,6 +278,9 @@ def save(
         (layer, its canonical tensors in `dtype`) -> its new ones; layer None is the ends, and comes first. May return its argument.
     only
         The blocks that `transform` changes (None in it: the ends); the others are checked for NaN and copied byte for byte.
+    invariant
+        (name, stored value) -> new value of a known invariant, for operations that are no symmetries, such as a mean of models; None copies
+        them byte for byte.
     untied
         Write an unembedding of its own: `transform` must then return ``head`` [stream, vocabulary] for the ends, and the config's tie flags
         are switched off.
@@ -294,6 +301,18 @@ def save(
     config = {**_untied_config(dict(model.config)), "tie_word_embeddings": False} if untied else None
     squares = [0.0, 0.0]
 
+    def cast(name: str, exact: Tensor) -> tuple[str, Tensor]:
+        rounded = exact.to(files.DTYPES[present[name].dtype if name in present else added[name][0]])
+        if rounded.dtype != exact.dtype:
+            error, size = _squares(exact, rounded)
+            if not math.isfinite(error):
+                raise CosetError(f"{model.path}: tensor {name} is not finite in {rounded.dtype}: its new values leave the range")
+            squares[0] += error
+            squares[1] += size
+        else:
+            check_finite(name, rounded, model.path)
+        return name, rounded
+
     def stored() -> Iterator[tuple[str, Tensor]]:
         layers: list[int | None] = [None, *range(len(model.architecture.layers))]
         for done, layer in enumerate(layers):
@@ -303,16 +322,13 @@ def save(
                 block = model.ends(dtype) if layer is None else model.block(layer, dtype)
                 changed = transform(layer, block)
                 del block  # before the next one is read
-                for name, exact in written.table.stored(layer, changed):
-                    cast = exact.to(files.DTYPES[present[name].dtype if name in present else added[name][0]])
-                    error, size = _squares(exact, cast)
-                    if not math.isfinite(error):
-                        raise CosetError(f"{model.path}: tensor {name} is not finite in {cast.dtype}: its new values leave the range")
-                    squares[0] += error
-                    squares[1] += size
-                    yield name, cast
+                yield from itertools.starmap(cast, written.table.stored(layer, changed))
+                del changed
             if progress is not None:
                 progress(done + 1, len(layers))
+        if invariant is not None:
+            for name in model.invariants:
+                yield cast(name, invariant(name, model.checkpoint.read(name)))
 
     left_out = files.write(
         path, model.checkpoint, stored(), config=config, metadata=metadata, added=added, texts=texts, overwrite=overwrite

@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from coset.cli.demo import demo
 from coset.cli.options import DEFAULTS, Common
-from coset.cli.output import complain
+from coset.cli.output import Output, complain
 from coset.cli.symmetry import symmetry
 from coset.errors import CosetError
 
@@ -31,16 +31,12 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 CLOSED = 141  # 128 + SIGPIPE
 
 
-def _default(value: object) -> str:
-    """How help shows a default: switches are off, and None is explained in words."""
-    return "" if value is None or value is False else str(value)
-
-
 app = App(
     name="coset",
     help="Transformer weights modulo their symmetries.",
     version=lambda: version("coset"),
-    default_parameter=Parameter(negative=(), show_default=_default),
+    default_parameter=Parameter(negative=()),
+    console=Output(),
 )
 for _verb in VERBS:
     app.command(_verb)

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 
+class Output(Console):
+    """A console on standard output that leaves a closed pipe to its caller: rich would exit with code 1, which means "no" here."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def show(*parts: RenderableType) -> None:
     """Print tables and text to standard output, at the width of the terminal (80 columns where there is none)."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a question mark for what the terminal cannot show
     # Names of groups hold brackets and colons: they are text, not markup.
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = Output(markup=False, highlight=False, emoji=False)
     for part in parts:
         console.print(part)
 

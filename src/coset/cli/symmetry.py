@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ from coset.cli.output import show, show_json
 from coset.errors import CosetError
 
 if TYPE_CHECKING:
-    from coset.symmetry import Entry, LayerAccount, Symmetry
+    from coset.symmetry import Entry, Symmetry
 
 
 def symmetry(
@@ -67,20 +68,24 @@ def described(checkpoint: Path | None, flags: ArchitectureFlags | None) -> Archi
 def spaces(account: Symmetry) -> Table:
     """One line for every space; layers that are alike share their lines."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("space", min_width=9)
+    table.add_column("space")
     table.add_column("group", min_width=14)
     table.add_column("per layer", justify="right", no_wrap=True)
     table.add_column("dimension", justify="right", no_wrap=True)
     table.add_column("why")
-    for indices, layer in alike(account.layers):
+
+    def add(entry: Entry, layers: int | None) -> None:
+        each = "" if layers is None else f"{entry.dimension:,}"
+        name = Padding(entry.space.replace("_", " "), (0, 0, 0, 2))
+        table.add_row(name, group_label(entry), each, f"{entry.dimension * (layers or 1):,}", entry.why)
+
+    for indices, entries in layer_sections(account):
         table.add_row(Text(layers_label(indices), style="bold"))
-        for entry in layer_entries(layer):
-            table.add_row(f"  {entry.space}", group_label(entry), f"{entry.dimension:,}", f"{entry.dimension * len(indices):,}", entry.why)
+        for entry in entries:
+            add(entry, len(indices))
     table.add_row(Text("model", style="bold"))
-    for indices, entry in alike_entries([account.stream, *_moving([account.gains]), *account.shifts]):
-        name = f"{layers_label(indices)}: {entry.space}" if indices else entry.space
-        per_layer = f"{entry.dimension:,}" if indices else ""
-        table.add_row(f"  {name}", group_label(entry), per_layer, f"{entry.dimension * max(1, len(indices)):,}", entry.why)
+    for entry in (account.stream, *_moving(account.gains), *(s for s in account.shifts if _layer_of(s) is None)):
+        add(entry, None)
     return table
 
 
@@ -104,14 +109,25 @@ def totals(account: Symmetry) -> Table:
     return table
 
 
-def layer_entries(layer: LayerAccount) -> Iterator[Entry]:
-    """The spaces of one layer, gains only where there are any."""
-    yield from (layer.heads, layer.qk, layer.vo, *layer.shifts, layer.neurons)
-    yield from _moving([layer.gains])
+def layer_sections(account: Symmetry) -> list[tuple[list[int], tuple[Entry, ...]]]:
+    """The spaces of every layer, gains only where there are any; layers with the same ones together, in the order of the first."""
+    kinds: dict[tuple[Entry, ...], list[int]] = {}
+    for i, layer in enumerate(account.layers):
+        prefix = f"layers.{i}"
+        own = (replace(s, space=s.space.removeprefix(prefix)[1:]) for s in account.shifts if _layer_of(s) == i)
+        entries = (layer.heads, layer.qk, layer.vo, *layer.shifts, layer.neurons, *_moving(layer.gains), *own)
+        kinds.setdefault(entries, []).append(i)
+    return [(indices, entries) for entries, indices in kinds.items()]
 
 
-def _moving(entries: Iterable[Entry]) -> Iterator[Entry]:
-    return (entry for entry in entries if entry.dimension)
+def _layer_of(shift: Entry) -> int | None:
+    """The layer whose norm or router a shift belongs to, named ``layers.i...``."""
+    found = re.match(r"layers\.(\d+)\b", shift.space)
+    return int(found[1]) if found else None
+
+
+def _moving(entry: Entry) -> tuple[Entry, ...]:
+    return (entry,) if entry.dimension else ()
 
 
 def group_label(entry: Entry) -> str:
@@ -119,24 +135,6 @@ def group_label(entry: Entry) -> str:
     from coset.groups.base import power
 
     return power(entry.group, entry.copies)
-
-
-def alike(layers: Sequence[LayerAccount]) -> list[tuple[list[int], LayerAccount]]:
-    """Layers with the same account, in the order of the first of each kind."""
-    kinds: dict[LayerAccount, list[int]] = {}
-    for i, layer in enumerate(layers):
-        kinds.setdefault(layer, []).append(i)
-    return [(indices, layer) for layer, indices in kinds.items()]
-
-
-def alike_entries(entries: Sequence[Entry]) -> list[tuple[list[int], Entry]]:
-    """Entries that differ in their layer alone, with the layers' indices; entries that belong to no layer have none."""
-    kinds: dict[Entry, list[int]] = {}
-    for entry in entries:
-        found = re.fullmatch(r"layers\.(\d+)[. ](.+)", entry.space)
-        key, index = (replace(entry, space=found[2]), [int(found[1])]) if found else (entry, [])
-        kinds.setdefault(key, []).extend(index)
-    return [(indices, entry) for entry, indices in kinds.items()]
 
 
 def layers_label(indices: Sequence[int]) -> str:

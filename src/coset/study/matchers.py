@@ -11,10 +11,10 @@ from coset.align import align, input_moments
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.parameters import Parameters
+from coset.transform import SPACES
 
 HEADS = ("heads", "qk", "vo")
 """The spaces inside attention: order of the heads, and the basis inside each head."""
-EVERYTHING = (*HEADS, "neurons", "gains", "shifts", "stream")
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,22 @@ def _naive(case: Case) -> Parameters:
     return case.other
 
 
+def _aligned(case: Case, spaces: tuple[str, ...], metric: Mapping[str, Tensor] | None = None) -> Parameters:
+    found = align(case.architecture, case.reference, case.other, spaces=spaces, layers=case.layers, metric=metric).parameters
+    # Computed in float64; this is the one cast, to what the model came in.
+    return {name: found[name].to(x.dtype) for name, x in case.other.items()}
+
+
 def _two_stage(case: Case) -> Parameters:
-    return align(case.architecture, case.reference, case.other, spaces=HEADS, layers=case.layers).parameters
+    return _aligned(case, HEADS)
 
 
 def _two_stage_metric(case: Case) -> Parameters:
-    metric = input_moments(case.architecture, case.reference, case.inputs)
-    return align(case.architecture, case.reference, case.other, spaces=HEADS, layers=case.layers, metric=metric).parameters
+    return _aligned(case, HEADS, input_moments(case.architecture, case.reference, case.inputs))
 
 
 def _full(case: Case) -> Parameters:
-    return align(case.architecture, case.reference, case.other, spaces=EVERYTHING, layers=case.layers).parameters
+    return _aligned(case, SPACES)
 
 
 MATCHERS: Mapping[str, Matcher] = {
