@@ -124,7 +124,15 @@ def _gain(architecture: Architecture, name: str, norm: Norm, layer: int | None) 
         out[f"{name}.gain"] = (gain - norm.offset).to(next(iter(p.values())).dtype)
         return out
 
-    return Coordinate(f"{name}.gain", "gains", layer, (architecture.width,), take, put, _outside(f"{name}.gain", *(s.name for s in read)))
+    return Coordinate(
+        f"{name}.gain",
+        "gains",
+        layer,
+        (architecture.width,),
+        take,
+        put,
+        _outside(f"{name}.gain", *((f"{name}.bias",) if norm.has_bias else ()), *(s.name for s in read)),
+    )
 
 
 def _norm_bias(architecture: Architecture, name: str, layer: int | None) -> Coordinate:
@@ -163,7 +171,9 @@ def _reader_mean(spec: TensorSpec, needs: tuple[str, ...]) -> Coordinate:
         return {**p, spec.name: p[spec.name] + mean.to(p[spec.name].dtype).unsqueeze(axis)}
 
     shape = tuple(n for i, n in enumerate(spec.shape) if i != axis)
-    return Coordinate(f"{spec.name} along 1", "shifts", spec.layer, shape, take, put, _outside(spec.name), needs)
+    # With the norm's bias folded the reader's bias holds what passes through the reader.
+    biases = (f"{spec.name}_bias",) if any(n.endswith(".bias") for n in needs) else ()
+    return Coordinate(f"{spec.name} along 1", "shifts", spec.layer, shape, take, put, _outside(spec.name, *biases), needs)
 
 
 def _writer_mean(spec: TensorSpec) -> Coordinate:
@@ -512,13 +522,13 @@ def compatible_gauge(reference: Gauge, own: Gauge, floor: float = 1e-4) -> tuple
     for name, value in reference.items():
         if name.endswith(".gain"):
             size = value.square().mean().sqrt()
-            small = value.abs() < floor * size
-            if bool(small.any()) or size == 0:
+            small = (value.abs() < floor * size) | (value == 0)
+            if bool(small.any()):
                 own_size = own[name].square().mean().sqrt()
                 fallback = size if size > 0 else (own_size if own_size > 0 else torch.ones(()))
-                value = torch.where(small | (value == 0), fallback.to(value.dtype), value)
+                value = torch.where(small, fallback.to(value.dtype), value)
                 notes.append(
-                    f"{name}: the reference's gain is nearly zero on {int((small | (value == 0)).sum())} lanes; "
+                    f"{name}: the reference's gain is nearly zero on {int(small.sum())} lanes; "
                     f"the result has gain {float(fallback):.3g} there"
                 )
         out[name] = value

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from coset.architecture import Architecture
@@ -179,9 +179,9 @@ class Transform:
         path = Path(path)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            save_file({name: value.detach().contiguous().cpu() for name, value in out.items()}, str(temporary), described)
+            temporary.write_bytes(_serialised(out, described))
             temporary.replace(path)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CosetError(f"{path}: cannot write the transform: {error}") from None
         finally:
             temporary.unlink(missing_ok=True)
@@ -230,6 +230,17 @@ class Transform:
         if not transform.belongs():
             raise CosetError(f"{path}: holds an element that does not belong to the symmetry group {symmetry_group(folded).name}")
         return transform
+
+
+def _serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file whose bytes depend on nothing but its content: the library writes metadata in the order of a hash table."""
+    blob = save({name: value.detach().contiguous().cpu() for name, value in tensors.items()}, dict(metadata))
+    length = int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(metadata.items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + blob[8 + length :]
 
 
 def signature(architecture: Architecture) -> dict[str, Any]:

@@ -9,13 +9,13 @@ pair of checkpoints need never be in memory whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from coset.align.features import Metric, head_features, metric_factor, neuron_features, stacked
+from coset.align.features import Metric, NeuronFeatures, head_features, metric_factor, neuron_features, stacked
 from coset.align.heads import Solvers, match_heads
 from coset.align.neurons import invariants, match_neurons, order_by_invariants, rescale
 from coset.align.stream import StreamProducts
@@ -238,6 +238,7 @@ def _run(
                 notes += found
             if products is not None:
                 products.add(problem.working, a, b)
+        started = total
         if cycle == 0:
             steps.append(Step("start", total))
         for name, fell in falls:
@@ -251,48 +252,48 @@ def _run(
             element["stream"] = group.compose(element["stream"], delta)
             total = max(0.0, total - fell)
         steps.append(Step("stream", min(total, steps[-1].objective)))
-        if previous - total <= tolerance * size:
+        if previous - started <= tolerance * started or started <= 1e-28 * size:
             break
-        previous = total
+        previous = started
     return element, steps, notes
 
 
-def _stream_starts(problem: _Problem) -> list[tuple[str, Element]]:
-    """Where to start the stream: as it is; from the ends of the model; and from neurons, matched by what no rotation changes."""
+def _stream_starts(problem: _Problem) -> Iterator[tuple[str, Element]]:
+    """Where to start the stream: from the ends of the model; from neurons, matched by what no rotation changes; and as it is."""
     group, width = problem.groups["stream"], problem.architecture.width
-    starts = [("as it is", group.identity())]
     identity = {key: g.identity() for key, g in problem.groups.items()}
-    ends = StreamProducts.zero(width, group)
-    ends.add(problem.working, problem.a(None), problem.b(None, identity))
-    if problem.architecture.tied or not isinstance(group, Monomial):
-        starts.append(("ends", ends.solve(group)[0]))
-    for i in range(len(problem.architecture.layers)):
-        neurons = symmetry_group(problem.working).factors[f"layers.{i}.neurons"]
-        if isinstance(neurons, Wreath):
-            return starts
-        a, b = problem.a(i), problem.b(i, identity)
-        f_a, f_b = neuron_features(problem.working, i, a), neuron_features(problem.working, i, b)
-        order = order_by_invariants(invariants(neurons, f_a), invariants(neurons, f_b))
-        delta: Element = order if isinstance(neurons, Permutation) else MonomialElement(order, torch.ones(len(order), dtype=torch.float64))
-        moved = act(problem.working, {f"layers.{i}.neurons": delta}, b)
-        if isinstance(neurons, Monomial) and neurons.scales in ("sign", "nonzero"):
-            # The sign of a neuron is not known yet; a gate has none, and finds the stream by itself.
-            only = [f"layers.{i}.mlp.gate", f"layers.{i}.mlp.gate_bias"]
-            ends.add(problem.working, {n: a[n] for n in only if n in a}, {n: moved[n] for n in only if n in a})
-            continue
-        if isinstance(neurons, Monomial):
-            f_b = neuron_features(problem.working, i, moved)
-            moved = act(problem.working, {f"layers.{i}.neurons": _balanced(neurons, f_a, f_b)}, moved)
-        ends.add(problem.working, {n: a[n] for n in a if ".mlp." in n}, {n: moved[n] for n in a if ".mlp." in n})
-    starts.append(("neurons", ends.solve(group)[0]))
-    return starts
+    products = StreamProducts.zero(width, group)
+    products.add(problem.working, problem.a(None), problem.b(None, identity))
+    yield "ends", products.solve(group)[0]
+    neurons = [symmetry_group(problem.working).factors[f"layers.{i}.neurons"] for i in range(len(problem.architecture.layers))]
+    if not any(isinstance(g, Wreath) for g in neurons):
+        for i, own in enumerate(neurons):
+            _add_neurons(problem, i, own, problem.a(i), problem.b(i, identity), products)
+        yield "neurons", products.solve(group)[0]
+    yield "as it is", group.identity()
 
 
-def _balanced(group: Monomial, f_a: object, f_b: object) -> MonomialElement:
+def _add_neurons(problem: _Problem, i: int, group: Group, a: Parameters, b: Parameters, products: StreamProducts) -> None:
+    """Accumulate what layer i's MLP says of the stream, its neurons put in order by invariants."""
+    f_a, f_b = (neuron_features(problem.working, i, p) for p in (a, b))
+    order = order_by_invariants(invariants(group, f_a), invariants(group, f_b))
+    delta: Element = order if isinstance(group, Permutation) else MonomialElement(order, torch.ones(len(order), dtype=torch.float64))
+    moved: Parameters = act(problem.working, {f"layers.{i}.neurons": delta}, b)
+    names = [n for n in a if ".mlp." in n]
+    if isinstance(group, Monomial) and group.scales in ("sign", "nonzero"):
+        # The sign of a neuron is not known yet; a gate has none, and finds the stream by itself.
+        names = [n for n in names if n.endswith((".gate", ".gate_bias"))]
+    elif isinstance(group, Monomial):
+        f_b = neuron_features(problem.working, i, moved)
+        moved = act(problem.working, {f"layers.{i}.neurons": _balanced(group, f_a, f_b)}, moved)
+    products.add(problem.working, {n: a[n] for n in names}, {n: moved[n] for n in names})
+
+
+def _balanced(group: Monomial, f_a: NeuronFeatures, f_b: NeuronFeatures) -> MonomialElement:
     """Positive scales that give B's neurons the same ratio of norms, read to written, as A's."""
     ratio = []
     for f in (f_a, f_b):
-        up, down = f.covariant.square().sum(-2), f.dual.square().sum(-2)  # type: ignore[attr-defined]
+        up, down = f.covariant.square().sum(-2), f.dual.square().sum(-2)
         fine = (up > 0) & (down > 0)
         ratio.append(torch.where(fine, up / torch.where(fine, down, torch.ones_like(down)), torch.ones_like(up)).pow(0.25))
     return MonomialElement(torch.arange(group.n), ratio[0] / ratio[1])
@@ -308,7 +309,7 @@ def match(
     metric: Metric | None = None,
     solvers: Solvers = DEFAULT_SOLVERS,
     cycles: int = 100,
-    tolerance: float = 1e-10,
+    tolerance: float = 1e-6,
     pinned: tuple[str, ...] = (),
     progress: Progress | None = None,
 ) -> Match:
@@ -330,7 +331,7 @@ def match(
     solvers
         How stage 2 is solved.
     cycles, tolerance
-        With the stream, the cycle over all spaces ends when a pass gains less than `tolerance` of the reference's squared norm.
+        With the stream, the cycle over all spaces ends when a pass lowers the objective by less than this fraction.
     pinned
         Tensors that must stay as they are, because something outside the architecture reads them too.
     progress
@@ -369,7 +370,11 @@ def match(
         element, steps, notes = run(element, 1)
         history += steps[1:]
     else:
-        tried = [(name, *run({**element, "stream": g}, 1)) for name, g in _stream_starts(problem)]
+        tried = []
+        for name, g in _stream_starts(problem):
+            tried.append((name, *run({**element, "stream": g}, 1)))
+            if tried[-1][2][-1].objective <= 1e-6 * start:
+                break  # the models are equivalent, or nearly so: no other start can matter
         name, element, steps, notes = min(tried, key=lambda t: t[2][-1].objective)
         history.append(Step(f"first pass (stream started {name})", min(steps[-1].objective, start)))
         if cycles > 1:
@@ -389,7 +394,7 @@ def align(
     metric: Metric | None = None,
     solvers: Solvers = DEFAULT_SOLVERS,
     cycles: int = 100,
-    tolerance: float = 1e-10,
+    tolerance: float = 1e-6,
     progress: Progress | None = None,
 ) -> Alignment:
     """Express `other` as close to `reference` as the symmetries allow: same function as `other`, in the reference's gauge.

@@ -197,7 +197,7 @@ def regular(grams: Grams) -> Tensor:
     return full_rank(grams.q) & full_rank(grams.k) & full_rank(grams.q_ref) & full_rank(grams.k_ref)
 
 
-def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 100, tolerance: float = 1e-12) -> Tensor:
+def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 100, tolerance: float = 1e-7) -> Tensor:
     """U [*batch, m, m] in GL(m) (real or complex, as the Gram matrices are) that minimises f.
 
     ``gauss-newton``
@@ -236,14 +236,10 @@ def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 
 
 def _gauss_newton(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> Tensor:
     value = objective(grams, u)
-    scale = grams.reference.clamp_min(torch.finfo(value.dtype).tiny)
+    # Differences of Gram matrices resolve f to rounding of its terms, no further.
+    floor = 1e2 * torch.finfo(value.dtype).eps * grams.reference
     for _ in range(steps):
-        w = torch.linalg.inv(u)
-        g_q, g_k = u.mH @ grams.q @ u, w @ grams.k @ w.mH
-        right = u.mH @ grams.cross_q - g_q - (w @ grams.cross_k).mH + g_k
-        values_q, vectors_q = torch.linalg.eigh(g_q)
-        values_k, vectors_k = torch.linalg.eigh(g_k)
-        step = vectors_q @ ((vectors_q.mH @ right @ vectors_k) / (values_q[..., :, None] + values_k[..., None, :])) @ vectors_k.mH
+        step, right = _linearised(grams, u)
         slope = 2 * _inner(step, right)  # how fast f falls along the step
         t = torch.ones_like(value)
         moved, new = u, value
@@ -260,15 +256,29 @@ def _gauss_newton(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> T
             t = torch.where(pending, t / 2, t)
         fell = value - new
         u, value = moved, new
-        if bool((fell <= tolerance * scale).all()):
+        if bool((fell <= tolerance * value + floor).all()):
             break
-    return u
+    # One more full step where the steps have become tiny: it is correct to first order even where f is too flat to tell.
+    step, _ = _linearised(grams, u)
+    trial = u @ torch.linalg.matrix_exp(step)
+    near = (torch.linalg.matrix_norm(step) < 1e-3) & (objective(grams, trial) <= value + floor)
+    return torch.where(near[..., None, None], trial, u)
+
+
+def _linearised(grams: Grams, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gauss-Newton step X at U, in the Lie algebra, and the right-hand side R of its Sylvester equation ``G_Q X + X G_K = R``."""
+    w = torch.linalg.inv(u)
+    g_q, g_k = u.mH @ grams.q @ u, w @ grams.k @ w.mH
+    right = u.mH @ grams.cross_q - g_q - (w @ grams.cross_k).mH + g_k
+    values_q, vectors_q = torch.linalg.eigh(g_q)
+    values_k, vectors_k = torch.linalg.eigh(g_k)
+    step = vectors_q @ ((vectors_q.mH @ right @ vectors_k) / (values_q[..., :, None] + values_k[..., None, :])) @ vectors_k.mH
+    return step, right
 
 
 def _descend(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> Tensor:
     """Gradient descent, ∇f = 2[G_Q U − C_Q − WᴴW G_K Wᴴ + Wᴴ C_Kᴴ Wᴴ] with W = U^{-1}; the step doubles after success, halves after failure."""
     value = objective(grams, u)
-    scale = grams.reference.clamp_min(torch.finfo(value.dtype).tiny)
     rate = 0.5 / torch.linalg.matrix_norm(grams.q, 2).clamp_min(torch.finfo(value.dtype).tiny)
     stalled = torch.zeros_like(value, dtype=torch.int64)
     for _ in range(steps):
@@ -281,7 +291,7 @@ def _descend(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> Tensor
         u = torch.where(good[..., None, None], trial, u)
         value = torch.where(good, trial_value, value)
         rate = torch.where(good, rate * 1.2, rate / 2)
-        stalled = torch.where(good & (fell > tolerance * scale), torch.zeros_like(stalled), stalled + 1)
+        stalled = torch.where(good & (fell > tolerance * value), torch.zeros_like(stalled), stalled + 1)
         if bool((stalled > 10).all()):
             break
     return u

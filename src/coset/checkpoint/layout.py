@@ -231,8 +231,12 @@ class Table:
         dropped = set(names)
         return Table(self.specs, tuple(place for place in self.places if place.stored not in dropped))
 
-    def canonical(self, layer: int | None, read: Callable[[str], Tensor], dtype: torch.dtype, owner: object) -> dict[str, Tensor]:
-        """The canonical tensors of one layer (None: of the two ends), cast to `dtype`, in canonical order; errors name the `owner`.
+    def canonical(
+        self, layer: int | None, read: Callable[[str], Tensor], dtype: torch.dtype, owner: object, only: str | None = None
+    ) -> dict[str, Tensor]:
+        """The canonical tensors of one layer (None: of the two ends), or `only` one of them, cast to `dtype`, in canonical order.
+
+        Errors name the `owner`.
 
         They keep the memory order of the stored tensors, so most are not contiguous: transposing large tensors twice would cost more than
         the cast.
@@ -244,7 +248,7 @@ class Table:
         """
         out: dict[str, Tensor] = {}
         for place in self.places:
-            if place.layer != layer:
+            if place.layer != layer or (only is not None and all(slot.canonical != only for slot in place.slots)):
                 continue
             stored = read(place.stored)
             check_finite(place.stored, stored, owner)
@@ -257,7 +261,7 @@ class Table:
                     if slot.canonical not in out:
                         out[slot.canonical] = self._stack(slot, dtype)
                     self._target(out, slot).copy_(view)
-        return {name: out[name] for name, spec in self.specs.items() if spec.layer == layer}
+        return {name: out[name] for name, spec in self.specs.items() if spec.layer == layer and (only is None or name == only)}
 
     def _stack(self, slot: Slot, dtype: torch.dtype) -> Tensor:
         """An empty tensor for all experts, in the memory order of one."""

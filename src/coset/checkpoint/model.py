@@ -87,6 +87,10 @@ class Model:
         """Canonical tensors outside the layers: embeddings, positions, final norm, head."""
         return self._read(None, dtype)
 
+    def tensor(self, name: str, dtype: torch.dtype = torch.float64) -> Tensor:
+        """One canonical tensor: at the ends, where vocabularies are large, all of them may be too many at once."""
+        return self.table.canonical(tensors(self.architecture)[name].layer, self.checkpoint.read, dtype, self.path, name)[name]
+
     def parameters(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """Every canonical tensor, in forward order."""
         found = self.ends(dtype)
@@ -282,8 +286,8 @@ def save(
         (name, stored value) -> new value of a known invariant, for operations that are no symmetries, such as a mean of models; None copies
         them byte for byte.
     untied
-        Write an unembedding of its own: `transform` must then return ``head`` [stream, vocabulary] for the ends, and the config's tie flags
-        are switched off.
+        Write an unembedding of its own: `transform` then gets (equal to the embedding) and returns ``head`` [stream, vocabulary] too, and
+        the config's tie flags are switched off.
     metadata, texts, overwrite
         See :func:`coset.checkpoint.files.write`.
     progress
@@ -320,6 +324,8 @@ def save(
                 _check_finite(model, layer)
             else:
                 block = model.ends(dtype) if layer is None else model.block(layer, dtype)
+                if untied and layer is None:
+                    block["head"] = block["embed.tokens"].mT
                 changed = transform(layer, block)
                 del block  # before the next one is read
                 yield from itertools.starmap(cast, written.table.stored(layer, changed))

@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coset.align.matching import Match, Progress, match
+from coset.architecture import Experts
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output
 from coset.checkpoint.model import Block, Model, Saved, load, save, untie
 from coset.errors import CosetError
+from coset.groups import finite_order
+from coset.normal_form import coordinates
 from coset.parameters import tensors
-from coset.transform import SPACES, Transform, random_transform
+from coset.symmetry import head_group, stream_group
+from coset.transform import SPACES, Transform, check_spaces, gauge_names, random_transform
 
 Path_ = str | os.PathLike[str]
 
 
 class Blocks(Mapping[str, Tensor]):
-    """The canonical tensors of a checkpoint as a mapping that holds one block at a time.
+    """The canonical tensors of a checkpoint, in float64, as a mapping that holds one layer at a time, and of the ends nothing.
 
     With `untied` there is a tensor ``head``, equal to the token embedding, that the checkpoint does not store.
     """
@@ -36,20 +41,22 @@ class Blocks(Mapping[str, Tensor]):
     def __init__(self, model: Model, *, untied: bool = False):
         self.model, self.untied = model, untied
         self.specs = tensors(untie(model).architecture if untied else model.architecture)
-        self._held: tuple[int | None, Block] | None = None
+        self._held: tuple[int, Block] | None = None
 
     def block(self, index: int | None) -> Block:
         """All tensors of a layer, or of the ends (None)."""
+        if index is None:
+            return {name: self[name] for name, spec in self.specs.items() if spec.layer is None}
         if self._held is None or self._held[0] != index:
             self._held = None  # release the old block before reading the next
-            found = self.model.ends() if index is None else self.model.block(index)
-            if self.untied and index is None:
-                found["head"] = found["embed.tokens"].mT.clone()
-            self._held = (index, found)
+            self._held = (index, self.model.block(index))
         return self._held[1]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.block(self.specs[name].layer)[name]
+        layer = self.specs[name].layer
+        if layer is not None:
+            return self.block(layer)[name]
+        return self.model.tensor("embed.tokens").mT if self.untied and name == "head" else self.model.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -76,13 +83,13 @@ class Written:
     path
         The output.
     transform
-        What was applied.
+        What was applied; None for a merge.
     rounding
         Relative error of the one cast to the stored dtypes.
     distances
         `align` only: block by block.
     notes
-        Degenerate spots, and files that were left out.
+        Degenerate spots, spaces with nothing to move, and files that were left out.
     """
 
     path: Path
@@ -92,13 +99,55 @@ class Written:
     notes: tuple[str, ...] = ()
 
 
-def _card(title: str, facts: Mapping[str, str]) -> dict[str, str]:
-    lines = [f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
-    return {"COSET.md": "\n".join(lines)}
+# --- spaces ---------------------------------------------------------------------------------------------------------
+
+
+def _empty(model: Model) -> set[str]:
+    """The spaces in which nothing can move in this checkpoint."""
+    a = model.architecture
+    kinds = {c.space for name, c in coordinates(a).items() if name in gauge_names(a, ("gains", "shifts"), model.pinned)}
+    alive = {
+        "heads": any(finite_order(head_group(layer.attention)) > 1 for layer in a.layers),
+        "experts": any(isinstance(layer.mlp, Experts) and layer.mlp.count > 1 for layer in a.layers),
+        "gains": "gains" in kinds,
+        "shifts": "shifts" in kinds,
+        "stream": stream_group(a) is not None,
+    }
+    return {space for space, moves in alive.items() if not moves}
+
+
+def choose_spaces(model: Model, spaces: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The spaces to move in a checkpoint (default: all it has), and a note for each asked one with nothing to move.
+
+    Raises
+    ------
+    CosetError
+        If a name is unknown or nothing at all can move.
+    """
+    asked = SPACES if spaces is None else tuple(dict.fromkeys(spaces))
+    check_spaces(asked)
+    empty = _empty(model)
+    moving = tuple(s for s in asked if s not in empty)
+    if not moving:
+        raise CosetError(f"{model.path}: nothing can move in {', '.join(asked)}: this architecture has no freedom there")
+    return moving, () if spaces is None else tuple(f"{s}: nothing to move there in this architecture" for s in asked if s in empty)
+
+
+def _for_alignment(spaces: Sequence[str] | None) -> tuple[str, ...] | None:
+    """In alignment ``heads`` stands for the whole two-stage algorithm: heads, qk, vo."""
+    return None if spaces is None else tuple(part for s in spaces for part in (("heads", "qk", "vo") if s == "heads" else (s,)))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
 
 
 def _facts(verb: str, **more: str) -> dict[str, str]:
     return {"coset_verb": verb, "coset_version": version("coset"), **{f"coset_{key}": value for key, value in more.items()}}
+
+
+def _card(title: str, facts: Mapping[str, str]) -> dict[str, str]:
+    lines = [f"# {title}", "", *(f"- {key.removeprefix('coset_')}: {value}" for key, value in facts.items()), ""]
+    return {"COSET.md": "\n".join(lines)}
 
 
 def _left_out(saved: Saved) -> tuple[str, ...]:
@@ -109,10 +158,8 @@ def _touched(transform: Transform) -> set[int | None]:
     """Blocks that a transform changes."""
     if "stream" in transform.element:
         return {None, *range(len(transform.architecture.layers))}
-    found: set[int | None] = {int(key.split(".")[1]) for key in transform.element if key.startswith("layers.")}
-    for name in transform.target:
-        found.add(int(name.split(".")[1]) if name.startswith("layers.") else None)
-    return found
+    owner = {name: c.layer for name, c in coordinates(transform.architecture).items()}
+    return {int(key.split(".")[1]) for key in transform.element} | {owner[name] for name in transform.target}
 
 
 def _check_transform_output(transform: Path_ | None, out: Path_, inputs: Sequence[Path], overwrite: bool) -> None:
@@ -124,36 +171,48 @@ def _check_transform_output(transform: Path_ | None, out: Path_, inputs: Sequenc
         raise CosetError(f"{path}: the transform file already exists; give another name, or --overwrite")
     if not path.parent.is_dir():
         raise CosetError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if any(source.resolve() in path.resolve().parents for source in inputs) or Path(out).resolve() in path.resolve().parents:
+    if path.is_dir():
+        raise CosetError(f"{path}: the transform file is a folder; give a file name")
+    if any(Path(folder).resolve() in (path.resolve(), *path.resolve().parents) for folder in (*inputs, out)):
         raise CosetError(f"{path}: the transform file lies inside a checkpoint folder; choose a place beside it")
 
 
-def _movable(model: Model, spaces: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The chosen spaces split into those that this architecture has, and those with nothing to move."""
-    from coset.normal_form import coordinates
-    from coset.symmetry import stream_group
-    from coset.transform import check_spaces, gauge_names
+def _write(
+    model: Model,
+    transform: Transform,
+    out: Path_,
+    facts: Mapping[str, str],
+    title: str,
+    *,
+    keep: Path_ | None = None,
+    change: Callable[[int | None, Block], Mapping[str, Tensor]] | None = None,
+    untied: bool = False,
+    overwrite: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Saved:
+    """Write the model transformed (by `change`, if that does more than the transform), and the transform itself to `keep`."""
+    fresh = keep is not None and not Path(keep).exists()
+    if keep is not None:
+        transform.save(keep, facts)
+    try:
+        return save(
+            out,
+            model,
+            change or (lambda _, block: transform(block)),
+            only=None if untied else _touched(transform),
+            untied=untied,
+            metadata=facts,
+            texts=_card(title, facts),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    except BaseException:
+        if keep is not None and fresh:
+            Path(keep).unlink()
+        raise
 
-    check_spaces(spaces)
-    a = model.architecture
-    kinds = {c.space for name, c in coordinates(a).items() if name in gauge_names(a, ("gains", "shifts"), model.pinned)}
-    experts = any(type(layer.mlp).__name__ == "Experts" for layer in a.layers)
-    empty = {"gains": "gains" not in kinds, "shifts": "shifts" not in kinds, "experts": not experts, "stream": stream_group(a) is None}
-    return [s for s in spaces if not empty.get(s, False)], [s for s in spaces if empty.get(s, False)]
 
-
-def choose_spaces(model: Model, spaces: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The spaces to move in a checkpoint (default: all it has), and a note for each asked one with nothing to move.
-
-    Raises
-    ------
-    CosetError
-        If a name is unknown or nothing at all can move.
-    """
-    moving, empty = _movable(model, SPACES if spaces is None else tuple(spaces))
-    if not moving:
-        raise CosetError(f"{model.path}: nothing can move in {', '.join(empty)}: this architecture has no freedom there")
-    return tuple(moving), () if spaces is None else tuple(f"{s}: nothing to move there in this architecture" for s in empty)
+# --- the operations -------------------------------------------------------------------------------------------------
 
 
 def scramble(
@@ -179,6 +238,12 @@ def scramble(
         Same seed, same bytes.
     transform
         Where to save the element that leads from `checkpoint` to `out`.
+    overwrite
+        Replace what is at `out` and `transform`.
+    legacy
+        Accept pytorch_model.bin.
+    progress
+        Called with (blocks written, blocks in all).
 
     Raises
     ------
@@ -190,37 +255,18 @@ def scramble(
     _check_transform_output(transform, out, [model.path], overwrite)
     chosen, notes = choose_spaces(model, spaces)
     found = random_transform(model.architecture, Blocks(model), spaces=chosen, seed=seed, pinned=model.pinned)
-    facts = _facts("scramble", seed=str(seed), spaces=",".join(chosen))
-    saved = _write(model, found, out, facts, "Scrambled copy", {"Made from": model.path.name}, overwrite, progress)
-    if transform is not None:
-        found.save(transform, facts)
+    facts = _facts("scramble", input=model.path.name, seed=str(seed), spaces=",".join(chosen))
+    saved = _write(model, found, out, facts, "Scrambled copy", keep=transform, overwrite=overwrite, progress=progress)
     return Written(saved.path, found, saved.rounding, notes=(*notes, *_left_out(saved)))
 
 
-def _write(
-    model: Model,
-    transform: Transform,
-    out: Path_,
-    facts: Mapping[str, str],
-    title: str,
-    card: Mapping[str, str],
-    overwrite: bool,
-    progress: Callable[[int, int], None] | None,
-    change: Callable[[int | None, Block], Mapping[str, Tensor]] | None = None,
-    untied: bool = False,
-) -> Saved:
-    described = {**card, "Same function as": card.get("Made from", "its input"), **{k.removeprefix("coset_"): v for k, v in facts.items()}}
-    return save(
-        out,
-        model,
-        change or (lambda _, block: transform(block)),
-        only=None if untied or change is not None else _touched(transform),
-        untied=untied,
-        metadata=facts,
-        texts=_card(title, described),
-        overwrite=overwrite,
-        progress=progress,
-    )
+def _is_untied(transform: Path_) -> bool:
+    """Whether a transform file was written by an alignment that untied its model."""
+    try:
+        with safe_open(str(transform), framework="pt") as file:
+            return (file.metadata() or {}).get("coset_untied") == "true"
+    except (OSError, SafetensorError):
+        return False  # reading it in earnest says what is wrong
 
 
 def apply(
@@ -233,27 +279,44 @@ def apply(
     legacy: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Apply a saved transform in the direction in which it was written, or its inverse. The file is checked to belong to the group."""
+    """Apply a saved transform in the direction in which it was written, or its inverse.
+
+    Parameters
+    ----------
+    transform
+        File that :func:`scramble`, :func:`align` or :meth:`coset.transform.Transform.save` wrote.
+    checkpoint, out, overwrite, legacy, progress
+        As for :func:`scramble`. A tied checkpoint is untied if the transform was found so.
+    inverse
+        The other direction.
+
+    Raises
+    ------
+    CosetError
+        If the file holds anything but an element of this architecture's group, and for bad input of any kind.
+    """
     model = load(checkpoint, legacy)
     check_output(out, [model.path], overwrite)
-    found = Transform.load(transform, model.architecture)
+    untied = model.architecture.tied and _is_untied(transform)
+    found = Transform.load(transform, untie(model).architecture if untied else model.architecture)
     found = found.inverse() if inverse else found
-    if model.pinned and any(name in model.pinned for name in _moved_ends(found)):
-        raise CosetError(f"{transform}: it changes {', '.join(model.pinned)}, which a head outside the architecture reads too")
-    facts = _facts("apply", transform=Path(transform).name, inverse=str(inverse).lower())
-    saved = _write(model, found, out, facts, "Transformed copy", {"Made from": model.path.name}, overwrite, progress)
+    available = coordinates(found.architecture)
+    blocked = sorted({name for c in found.target for name in available[c].changes} & set(model.pinned))
+    if blocked:
+        raise CosetError(f"{transform}: it changes {', '.join(blocked)}, which a head outside the architecture reads too")
+    facts = _facts("apply", input=model.path.name, transform=Path(transform).name, inverse=str(inverse).lower())
+    saved = _write(model, found, out, facts, "Transformed copy", untied=untied, overwrite=overwrite, progress=progress)
     return Written(saved.path, found, saved.rounding, notes=_left_out(saved))
 
 
-def _moved_ends(transform: Transform) -> set[str]:
-    from coset.normal_form import coordinates
-
-    available = coordinates(transform.architecture)
-    return {name for coordinate in transform.target for name in available[coordinate].changes}
-
-
-def _squared(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    return sum(float((a[name].to(torch.float64) - b[name].to(torch.float64)).square().sum()) for name in a)
+def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[str]) -> float:
+    """Relative Frobenius distance of b from a, a tensor at a time."""
+    gap = size = 0.0
+    for name in names:
+        x = a[name]
+        gap += float(torch.dist(x, b[name])) ** 2
+        size += float(torch.linalg.vector_norm(x)) ** 2
+    return math.sqrt(gap / size) if size else math.sqrt(gap)
 
 
 def align(
@@ -273,14 +336,18 @@ def align(
 
     Parameters
     ----------
+    reference, other, out
+        Folders.
     spaces
         What may move; ``heads`` stands for heads, qk and vo. Default: everything the architecture has.
     untied
         Give the output an unembedding of its own, so that the stream of a tied model can turn freely.
     transform
         Where to save the element that leads from `other` to `out`.
+    overwrite, legacy
+        As for :func:`scramble`.
     matching, progress
-        Called while matching and while writing.
+        Called while matching with (what, blocks done, blocks in all), and while writing.
 
     Raises
     ------
@@ -291,31 +358,40 @@ def align(
     require_comparable(*models)
     check_output(out, [m.path for m in models], overwrite)
     _check_transform_output(transform, out, [m.path for m in models], overwrite)
-    asked = (
-        None
-        if spaces is None
-        else tuple(dict.fromkeys(s for name in spaces for s in (("heads", "qk", "vo") if name == "heads" else (name,))))
-    )
     target = untie(models[1]) if untied else models[1]
-    chosen, notes = choose_spaces(target, asked)
-    sides = [Blocks(m, untied=untied) for m in models]
-    found = match(target.architecture, sides[0], sides[1], spaces=chosen, pinned=models[1].pinned, progress=matching)
-    distances: list[Distance] = []
+    chosen, notes = choose_spaces(target, _for_alignment(spaces))
+    mine, theirs = (Blocks(m, untied=untied) for m in models)
+    found = match(target.architecture, mine, theirs, spaces=chosen, pinned=target.pinned, progress=matching)
+    distances: dict[int | None, Distance] = {}
 
     def change(layer: int | None, block: Block) -> Mapping[str, Tensor]:
-        mine = sides[0].block(layer)
-        raw = {**block, "head": block["embed.tokens"].mT.clone()} if untied and layer is None else block
-        moved = found.transform(raw)
-        size = math.sqrt(sum(float(x.square().sum()) for x in mine.values())) or 1.0
-        distances.append(Distance(layer, math.sqrt(_squared(mine, raw)) / size, math.sqrt(_squared(mine, moved)) / size))
+        before = _distance(mine, block, block)
+        moved = found.transform(block)
+        distances[layer] = Distance(layer, before, _distance(mine, moved, moved))
         return moved
 
-    facts = _facts("align", reference=models[0].path.name, spaces=",".join(chosen))
-    card = {"Made from": models[1].path.name, "Aligned to": models[0].path.name}
-    saved = _write(models[1], found.transform, out, facts, "Aligned copy", card, overwrite, progress, change, untied)
-    if transform is not None:
-        found.transform.save(transform, facts)
-    return Written(saved.path, found.transform, saved.rounding, tuple(distances), (*notes, *found.notes, *_left_out(saved)))
+    facts = _facts(
+        "align", reference=models[0].path.name, input=models[1].path.name, spaces=",".join(chosen), untied=str(untied).lower()
+    )
+    saved = _write(
+        models[1],
+        found.transform,
+        out,
+        facts,
+        "Aligned copy",
+        keep=transform,
+        change=change,
+        untied=untied,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    ordered = []
+    for layer in (None, *range(len(target.architecture.layers))):
+        if layer not in distances:  # copied as it is
+            same = _distance(mine, theirs, [name for name, spec in theirs.specs.items() if spec.layer == layer])
+            distances[layer] = Distance(layer, same, same)
+        ordered.append(distances[layer])
+    return Written(saved.path, found.transform, saved.rounding, tuple(ordered), (*notes, *found.notes, *_left_out(saved)))
 
 
 def weights(others: int, weight: float | None) -> tuple[float, ...]:
@@ -357,12 +433,7 @@ def merge(
     for other in models[1:]:
         require_comparable(models[0], other)
     check_output(out, [m.path for m in models], overwrite)
-    asked = (
-        None
-        if spaces is None
-        else tuple(dict.fromkeys(s for name in spaces for s in (("heads", "qk", "vo") if name == "heads" else (name,))))
-    )
-    chosen, notes = choose_spaces(models[0], asked) if aligned else ((), ())
+    chosen, notes = choose_spaces(models[0], _for_alignment(spaces)) if aligned else ((), ())
     sides = [Blocks(m) for m in models]
     found: list[Match | None] = [
         match(models[0].architecture, sides[0], side, spaces=chosen, pinned=models[0].pinned, progress=matching) if aligned else None
@@ -393,7 +464,7 @@ def merge(
         mean,
         invariant=invariant,
         metadata=facts,
-        texts=_card("Merged model", {"Weighted mean of": names, **{k.removeprefix("coset_"): v for k, v in facts.items()}}),
+        texts=_card("Merged model", facts),
         overwrite=overwrite,
         progress=progress,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -75,6 +75,7 @@ def evaluate(
     points: int = 25,
     batch: int = 512,
     device: str | torch.device | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Curve:
     """Loss and accuracy at `points` equidistant points of the segment from `a` (t = 0) to `b` (t = 1).
 
@@ -91,6 +92,8 @@ def evaluate(
         Inputs per forward pass.
     device
         Where to compute; by default where `a` is.
+    progress
+        Called with (points done, points in all).
 
     Raises
     ------
@@ -111,9 +114,11 @@ def evaluate(
         inputs = inputs.to(next(iter(a.values())).dtype)
     grid = tuple(i / (points - 1) for i in range(points))
     scores = []
-    for t in grid:
+    for done, t in enumerate(grid, 1):
         middle = interpolate(a, b, t)
         scores.append(accumulate(architecture, lambda x, p=middle: forward(architecture, p, x), inputs, targets, batch))  # type: ignore[misc]
+        if progress is not None:
+            progress(done, points)
     return Curve(grid, tuple(s.loss for s in scores), tuple(s.accuracy for s in scores))
 
 
@@ -142,9 +147,10 @@ def barrier(
     points: int = 25,
     batch: int = 512,
     device: str | torch.device | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Barrier:
     """Loss and accuracy barrier between two models: :func:`barrier_of` the curve of :func:`evaluate`."""
-    return barrier_of(evaluate(architecture, a, b, inputs, targets, points=points, batch=batch, device=device))
+    return barrier_of(evaluate(architecture, a, b, inputs, targets, points=points, batch=batch, device=device, progress=progress))
 
 
 def summarise(values: Sequence[float]) -> dict[str, float | None]:

