@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -25,8 +28,6 @@ from coset.architecture import (
     Attention,
     Classifier,
     Experts,
-    LanguageModel,
-    Layer,
     LearnedPositions,
     Norm,
     Patches,
@@ -36,7 +37,7 @@ from coset.architecture import (
     Sinusoidal,
     Tokens,
 )
-from coset.parameters import Parameters, TensorSpec, tensors
+from coset.parameters import Parameters
 from coset.symmetry import symmetry
 from coset.transformer import attention, forward, initialise, random_inputs
 
@@ -51,7 +52,7 @@ _SMALL_LANES = 6
 _SMALL_TABLE = 13
 
 
-def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int = 32) -> Architecture:
+def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int = 16) -> Architecture:
     """A small architecture with the same kinds of symmetry: the instance on which the Jacobian is affordable.
 
     Sizes that are small already are kept, so a small architecture comes back as it is. Larger ones shrink, with what decides the
@@ -74,13 +75,10 @@ def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int
     kinds = list(dict.fromkeys(architecture.layers))[:2]
     count = len(architecture.layers) if len(architecture.layers) <= 2 else 2
     chosen = architecture.layers if len(architecture.layers) <= 2 else (kinds * count)[:count]
-    attentions = [_tiny_attention(layer.attention, own_encoding) for layer in chosen]
+    attentions = [_tiny_attention(layer.attention, architecture.width, own_encoding) for layer in chosen]
     width = architecture.width
     if width > _SMALL_WIDTH:
-        needed = [max(a.head_dim, a.value_dim) + 2 for a in attentions]
-        if all(layer.attention.kv_heads * layer.attention.value_dim <= width for layer in chosen):
-            needed += [a.kv_heads * a.value_dim for a in attentions]
-        width = max(6, *needed)
+        width = max(6, *(max(a.head_dim, a.value_dim) + 2 for a in attentions))
         width += width % 2
     layers = tuple(
         dataclasses.replace(
@@ -92,7 +90,8 @@ def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int
         )
         for layer, a in zip(chosen, attentions, strict=True)
     )
-    inputs = _tiny_inputs(architecture.inputs, width)
+    # The MLP of a parallel first layer reads single tokens: it takes many of them to tell its neurons apart.
+    inputs = _tiny_inputs(architecture.inputs, width, 5 * width if chosen[0].parallel else width + 5)
     outputs = architecture.outputs
     if isinstance(outputs, Classifier) and architecture.width > _SMALL_WIDTH:
         outputs = dataclasses.replace(outputs, classes=width - 2 if outputs.classes < architecture.width else width + 1)
@@ -109,22 +108,20 @@ def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int
 
 
 def _exact(norm: Norm) -> Norm:
-    return dataclasses.replace(norm, eps=0.0)
+    return norm if norm.kind == "none" else dataclasses.replace(norm, eps=0.0)
 
 
-def _tiny_attention(a: Attention, own_encoding: bool) -> Attention:
-    keep = a.heads <= _SMALL_HEADS
-    kv, group = (a.kv_heads, a.group) if keep else (min(a.kv_heads, 2), min(a.group, 2))
-    lanes, encoding = _tiny_encoding(a, kv, group, own_encoding)
-    values = a.value_dim
-    if a.value_dim == a.head_dim or values > _SMALL_LANES:
-        values = lanes + (a.value_dim > a.head_dim) - (a.value_dim < a.head_dim and lanes > 1)
+def _tiny_attention(a: Attention, width: int, own_encoding: bool) -> Attention:
+    small = width <= _SMALL_WIDTH and a.heads <= _SMALL_HEADS and a.head_dim <= _SMALL_LANES
+    kv, group = (a.kv_heads, a.group) if small else (min(a.kv_heads, 2), min(a.group, 2))
+    lanes, encoding = _tiny_encoding(a, kv, group, small, own_encoding)
     return dataclasses.replace(
         a,
         heads=kv * group,
         kv_heads=kv,
         head_dim=lanes,
-        value_dim=values,
+        # Two KV heads of width 3 fit a stream of 6, of width 4 they do not.
+        value_dim=a.value_dim if small else min(a.value_dim, 3 if a.kv_heads * a.value_dim <= width else 4),
         positions=encoding,
         qk_norm_eps=0.0,
         scale=None,
@@ -132,25 +129,22 @@ def _tiny_attention(a: Attention, own_encoding: bool) -> Attention:
     )
 
 
-def _tiny_encoding(a: Attention, kv: int, group: int, own_encoding: bool) -> tuple[int, RelativeEncoding]:
+def _tiny_encoding(a: Attention, kv: int, group: int, small: bool, own_encoding: bool) -> tuple[int, RelativeEncoding]:
     """The head width, and the relative encoding, of a small head."""
-    small = a.head_dim <= _SMALL_LANES
     if isinstance(a.positions, Rotary):
-        planes = _tiny_planes(a.positions, small)
-        still = a.head_dim - a.positions.width if small else min(a.head_dim - a.positions.width, 2)
+        planes = a.positions.frequencies if small else _tiny_planes(a.positions)
+        still = a.head_dim - a.positions.width
         frequencies = planes if own_encoding else _separated(planes)
-        return 2 * len(planes) + still, dataclasses.replace(a.positions, frequencies=frequencies)
-    lanes = a.head_dim if small else 4
+        return 2 * len(planes) + (still if small else min(still, 2)), dataclasses.replace(a.positions, frequencies=frequencies)
+    lanes = a.head_dim if small else min(a.head_dim, 4)
     if isinstance(a.positions, Alibi):
         return lanes, Alibi(tuple(a.positions.slopes[j * a.group + q] for j in range(kv) for q in range(group)))
     # Four buckets: every one that can be read is read within the first four distances.
     return lanes, RelativeBias(4, 4) if isinstance(a.positions, RelativeBias) else None
 
 
-def _tiny_planes(rotary: Rotary, small: bool) -> tuple[tuple[float, ...], ...]:
+def _tiny_planes(rotary: Rotary) -> tuple[tuple[float, ...], ...]:
     """Frequencies of the planes to keep: the fastest and the slowest of its own, two that coincide if any do, one that stands still."""
-    if small:
-        return rotary.frequencies
     single = [f for f in dict.fromkeys(rotary.frequencies) if any(f) and rotary.frequencies.count(f) == 1]
     single.sort(key=lambda f: -max(map(abs, f)))
     repeated = next((f for f in rotary.frequencies if any(f) and rotary.frequencies.count(f) > 1), None)
@@ -179,9 +173,10 @@ def _tiny_mlp(mlp: MLP | Experts, width: int, shrunk: int) -> MLP | Experts:
     return dataclasses.replace(mlp, width=shrunk + 1 if mlp.width >= width else shrunk - 1)
 
 
-def _tiny_inputs(inputs: Tokens | Patches, width: int) -> Tokens | Patches:
+def _tiny_inputs(inputs: Tokens | Patches, width: int, needed: int) -> Tokens | Patches:
     if isinstance(inputs, Tokens):
-        vocabulary = inputs.vocabulary if width < inputs.vocabulary <= _SMALL_TABLE else width + 5
+        keep = width < inputs.vocabulary <= _SMALL_TABLE and needed <= _SMALL_TABLE
+        vocabulary = inputs.vocabulary if keep else needed
         return dataclasses.replace(inputs, vocabulary=vocabulary, types=min(inputs.types, 2), scale=1.0 if inputs.scale == 1.0 else 2.0)
     longest = 8 if len(inputs.grid) == 1 else 3
     return dataclasses.replace(inputs, features=width + 1, grid=tuple(min(n, longest) for n in inputs.grid))
@@ -315,7 +310,7 @@ class Certificate:
         }
 
 
-def certify(architecture: Architecture, *, seed: int = 0, context: int = 32) -> Certificate:
+def certify(architecture: Architecture, *, seed: int = 0, context: int | None = 16) -> Certificate:
     r"""Measure the dimension of the functional-equivalence group and compare it with the account.
 
     The nullity of the Jacobian of :math:`\theta \mapsto (f_\theta(x_1), \dots, f_\theta(x_n))` at a generic float64 point, on more
@@ -328,7 +323,7 @@ def certify(architecture: Architecture, *, seed: int = 0, context: int = 32) -> 
     seed
         Of the parameters and inputs.
     context
-        Number of positions in which the architecture's own frequencies are judged for approximate symmetries.
+        Number of positions in which the architecture's own frequencies are judged for approximate symmetries; None leaves that out.
 
     Returns
     -------
@@ -345,8 +340,10 @@ def certify(architecture: Architecture, *, seed: int = 0, context: int = 32) -> 
     predicted = {f"layers.{i}.attention": layer.attention_dimension for i, layer in enumerate(account.layers)}
     predicted["model"] = account.total_dimension
     measured = {scope: _measure(scope, jacobian, predicted[scope]) for scope, jacobian in jacobians.items()}
-    own = tiny(architecture, own_encoding=True, context=context)
-    approximate = () if own == instance else tuple(_approximate(own, seed, context, measured))
+    approximate: tuple[Approximate, ...] = ()
+    if context is not None:
+        own = tiny(architecture, own_encoding=True, context=context)
+        approximate = tuple(_approximate(own, instance, seed, context, measured))
     return Certificate(instance, tuple(m for scope, m in measured.items() if scope != "model"), measured["model"], approximate)
 
 
@@ -364,18 +361,22 @@ class _Jacobian:
         return {name: share for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 1e-3}
 
 
-def _jacobians(instance: Architecture, seed: int, length: int | None) -> Iterator[tuple[str, _Jacobian]]:
-    """The Jacobian of each layer's attention on generic inputs, then of the whole model, by scope."""
+def _jacobians(instance: Architecture, seed: int, length: int | None, scopes: Set[str] | None = None) -> Iterator[tuple[str, _Jacobian]]:
+    """The Jacobian of each layer's attention on generic inputs, then of the whole model, by scope: all of them, or those in `scopes`."""
     parameters = _generic_point(instance, seed)
     reach = _reach(instance) if length is None else length
     if instance.length is not None:
         reach = instance.length if isinstance(instance.inputs, Patches) else min(reach, instance.length)
     generator = torch.Generator().manual_seed(seed + 1)
     for i in range(len(instance.layers)):
+        if scopes is not None and f"layers.{i}.attention" not in scopes:
+            continue
         own = {name: tensor for name, tensor in parameters.items() if name.startswith(f"layers.{i}.attention.")}
         samples = _samples(own, reach * instance.width)
         x = torch.randn(samples, reach, instance.width, generator=generator, dtype=torch.float64)
         yield f"layers.{i}.attention", _differentiate(lambda p, i=i, x=x: attention(instance, i, p, x), own)  # type: ignore[misc]
+    if scopes is not None and "model" not in scopes:
+        return
     # One output is worth as many equations as the stream that it shows has dimensions.
     if isinstance(instance.outputs, Classifier):
         worth = min(instance.outputs.classes, instance.width)
@@ -442,11 +443,15 @@ def _differentiate(function: Callable[[Parameters], Tensor], parameters: Paramet
     sizes = [parameters[n].numel() for n in names]
 
     def flat(vector: Tensor) -> Tensor:
-        pieces = vector.split(sizes)
+        pieces = torch.split(vector, sizes)
         return function({n: piece.reshape(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}).flatten()
 
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
-        matrix = torch.func.jacfwd(flat)(torch.cat([parameters[n].flatten() for n in names]))
+    # Sixty-four directions at a time, to stay in cache. PyTorch loads its rules for forward derivatives with a call that it deprecates itself.
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
+        point = torch.cat([parameters[n].flatten() for n in names])
+        columns = torch.vmap(lambda tangent: torch.func.jvp(flat, (point,), (tangent,))[1], chunk_size=64)
+        matrix = columns(torch.eye(len(point), dtype=point.dtype)).T
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return _Jacobian(matrix, {n: slice(end - size, end) for n, end, size in zip(names, ends, sizes, strict=True)})
 
@@ -478,9 +483,15 @@ def _right_vectors(matrix: Tensor) -> Tensor:
     return torch.linalg.svd(torch.linalg.qr(matrix, mode="r")[1])[2]
 
 
-def _approximate(own: Architecture, seed: int, context: int, clean: Mapping[str, Measurement]) -> Iterator[Approximate]:
+def _approximate(
+    own: Architecture, instance: Architecture, seed: int, context: int, clean: Mapping[str, Measurement]
+) -> Iterator[Approximate]:
     """Visible singular values of the own encoding that lie under a tenth of every one of the well separated encoding."""
-    for scope, jacobian in _jacobians(own, seed, context):
+    scopes = {f"layers.{i}.attention" for i, (a, b) in enumerate(zip(own.layers, instance.layers, strict=True)) if a != b}
+    scopes |= {"model"} if own.positions != instance.positions else set()
+    if not scopes:
+        return
+    for scope, jacobian in _jacobians(own, seed, context, scopes):
         reference = clean[scope]
         spectrum = torch.linalg.svdvals(jacobian.matrix)
         spectrum = spectrum / spectrum[0]
@@ -490,3 +501,33 @@ def _approximate(own: Architecture, seed: int, context: int, clean: Mapping[str,
             directions = _right_vectors(jacobian.matrix)[visible - small : visible]
             values = tuple(spectrum[visible - small : visible].tolist())
             yield Approximate(scope, values, reference.smallest_visible, jacobian.shares(directions))
+
+
+# --- figure ---------------------------------------------------------------------------------------------------------
+
+
+def plot_spectrum(certificate: Certificate) -> Figure:
+    """The singular values of every measurement, descending, with the predicted split: what is right of the line should be at rounding.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        One panel for each layer's attention and one for the model; without pyplot, so nothing global changes. Save it with ``savefig``.
+    """
+    measurements = (*certificate.attention, certificate.model)
+    figure = Figure(figsize=(4 * len(measurements), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, m in enumerate(measurements):
+        axes = figure.add_subplot(1, len(measurements), place + 1)
+        floor = torch.finfo(torch.float64).eps / 10
+        values = [max(v, floor) for v in m.spectrum]
+        split = len(values) - m.measured
+        axes.semilogy(range(1, split + 1), values[:split], ".", color="#0072B2", markersize=3, label=f"{split} visible")
+        axes.semilogy(range(split + 1, len(values) + 1), values[split:], ".", color="#D55E00", markersize=3, label=f"{m.measured} null")
+        axes.axvline(len(values) - m.predicted + 0.5, color="#4D4D4D", linewidth=0.8, linestyle="--", label=f"predicted {m.predicted}")
+        axes.set_title(m.scope)
+        axes.set_xlabel("index")
+        if place == 0:
+            axes.set_ylabel("singular value / largest")
+        axes.legend(frameon=False, loc="lower left")
+    return figure

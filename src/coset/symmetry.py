@@ -464,9 +464,9 @@ def _constants(architecture: Architecture) -> Iterator[tuple[int, int]]:
 
 
 def _head_columns(architecture: Architecture) -> int:
-    """Columns through which the head reads an unnormalised stream; the width where it sees all of it."""
+    """Directions in which the head sees an unnormalised stream: its columns, less the one that softmax forgets, or the whole width."""
     if architecture.final_norm.kind == "none" and isinstance(architecture.outputs, Classifier):
-        return min(architecture.width, architecture.outputs.classes)
+        return min(architecture.width, architecture.outputs.classes - architecture.probabilities)
     return architecture.width
 
 

@@ -232,9 +232,9 @@ class Transform:
         return transform
 
 
-def _serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def _serialised(content: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """A safetensors file whose bytes depend on nothing but its content: the library writes metadata in the order of a hash table."""
-    blob = save({name: value.detach().contiguous().cpu() for name, value in tensors.items()}, dict(metadata))
+    blob = save({name: value.detach().contiguous().cpu() for name, value in content.items()}, dict(metadata))
     length = int.from_bytes(blob[:8], "little")
     header = json.loads(blob[8 : 8 + length])
     header["__metadata__"] = dict(sorted(metadata.items()))

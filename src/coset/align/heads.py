@@ -33,11 +33,11 @@ class Solvers:
     planes
         ``exact`` global minimum of every plane, or ``brent`` one plane at a time.
     linear
-        ``gauss-newton``, ``gradient`` (descent over GL), or ``orthogonal`` (Procrustes; planes then keep modulus one).
+        ``newton``, ``gradient`` (descent over GL), or ``orthogonal`` (Procrustes; planes then keep modulus one).
     """
 
     planes: Planes = "exact"
-    linear: Linear = "gauss-newton"
+    linear: Linear = "newton"
 
 
 def _cross(x: Tensor, y: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def _run(
             break
         group = problem.groups["stream"]
         delta, fell = products.solve(group)
-        if fell > 0:
+        if fell > -1e-13 * size:  # to rounding; close to an exact fit the last digits are gained so
             element["stream"] = group.compose(element["stream"], delta)
             total = max(0.0, total - fell)
         steps.append(Step("stream", min(total, steps[-1].objective)))

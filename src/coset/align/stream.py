@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coset.align.within_head import Grams, objective, solve_linear
+from coset.align.within_head import Grams, full_rank, newton, objective, solve_linear
 from coset.architecture import Architecture
 from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Orthogonal, assignment
 from coset.parameters import Parameters, tensors
@@ -57,9 +57,8 @@ class StreamProducts:
         eye = torch.eye(len(self.writers), dtype=self.writers.dtype)
         if self.grams is not None:
             grams = Grams(self.grams["q"], self.grams["k"], self.writers, self.readers, self.grams["q_ref"], self.grams["k_ref"])
-            if isinstance(group, GeneralLinear) and group.fixed is not None:
-                return group.identity(), 0.0  # the subgroup that fixes a table is not searched
-            g = solve_linear(grams)
+            assert isinstance(group, GeneralLinear)
+            g = solve_linear(grams) if group.fixed is None else _solve_fixing(grams, group.fixed)
             return g, float(objective(grams, eye) - objective(grams, g))
         inner = self.writers + self.readers
         if isinstance(group, Monomial):
@@ -70,6 +69,25 @@ class StreamProducts:
         assert isinstance(group, Orthogonal)
         g = group.best(inner)
         return g, 2 * float((g * inner).sum() - inner.trace())
+
+
+def _solve_fixing(grams: Grams, fixed: Tensor) -> Tensor:
+    """The g of least distance among those with ``fixed g = fixed`` (orthonormal rows [k, n]): Newton from the better of two starts.
+
+    Writers alone are a linear least-squares problem over ``g = fixedᵀ fixed + freeᵀ M``, exact where an exact solution exists; the other start is the
+    identity, which is kept where the readers are rank deficient.
+    """
+    eye = torch.eye(fixed.shape[1], dtype=grams.q.dtype)
+    if not bool(full_rank(grams.k) & full_rank(grams.k_ref)):
+        return eye
+    free = torch.linalg.svd(fixed, full_matrices=True)[2][len(fixed) :]
+    keep = fixed.mT @ fixed
+    inner = torch.linalg.pinv(free @ grams.q @ free.mT, hermitian=True) @ free @ (grams.cross_q - grams.q @ keep)
+    start = keep + free.mT @ inner
+    inverse, fault = torch.linalg.inv_ex(start)
+    if int(fault) or not float(objective(grams, start, inverse)) < float(objective(grams, eye)):
+        start = eye
+    return newton(grams, start, free=free)
 
 
 def _monomial(group: Monomial, inner: Tensor, plain: Tensor) -> MonomialElement:

@@ -23,7 +23,7 @@ from torch import Tensor
 from coset.groups import polar
 
 Planes = Literal["exact", "brent"]
-Linear = Literal["gauss-newton", "gradient", "orthogonal"]
+Linear = Literal["newton", "gradient", "orthogonal"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Plan
 
         h(r) = r²‖q_B‖² + ‖k_B‖²/r² − 2|αr + β/r|.
 
-    h has one minimum or two, in known intervals; both are found, for all planes at once, and the lower one is the *global* minimum.
+    h may have two minima. The lower one is alone on a known side of the radius at which both norms are equal: the *global* minimum, for
+    all planes at once.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Plan
     q, k : Tensor [*batch]
         ‖q_B‖² and ‖k_B‖². Where either vanishes the infimum may not be attained; there the factor keeps r = 1.
     method
-        ``exact``, or ``brent``: scipy's bounded Brent search for each plane in turn, as the paper does. It can end in the wrong one of two minima.
+        ``exact``, or ``brent``: scipy's Brent search for each plane in turn, as the paper does.
 
     Returns
     -------
@@ -111,52 +112,42 @@ def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Plan
 
 
 def _exact(a: Tensor, b: Tensor) -> Tensor:
-    """Global minimiser r of h = r² + 1/r² − 2|ar + b/r|, [*batch].
+    """Global minimiser r of h(r) = r² + 1/r² − 2|ar + b/r|, [*batch].
 
-    With t = r² and x = log t, h' = 0 reads 2 sinh x = N / D for N = |a|² t − |b|² / t and D = |ar + b/r|. Both sides must have one
-    sign, so a stationary point lies beyond both x = 0 and the place where N = 0, on one side or the other. On the side of the larger
-    of |a|, |b| the ratio of the two sides is monotone: there is one root, a minimum. On the other it falls and then rises: there are
-    none, or a maximum and then a minimum. So each side holds at most one minimum, its outermost root, which bisection finds; Newton
-    steps make it fast.
+    Let |a| >= |b| (1/r exchanges them). Then |ar + b/r| >= |a/r + br| for r >= 1, so h(r) <= h(1/r) and the minimum lies in r >= 1. With t = r²,
+    N = |a|² t − |b|² / t and D = |ar + b/r|, h falls while t − 1/t < N / D. The ratio of the two sides, (t − 1/t) D / N, increases for
+    t >= 1, so h falls and then rises, once: bisection cannot miss the minimum, and Newton steps in log t make it fast.
     """
-    aa, bb = (a * a.conj()).real, (b * b.conj()).real
-    # Two sides in one batch: t >= 1 as it is, and t <= 1 through t -> 1/t, which exchanges a and b.
-    p, q = torch.stack([aa, bb]), torch.stack([bb, aa])
+    swapped = a.abs() < b.abs()
     cosine = 2 * (a * b.conj()).real
+    sizes = (a * a.conj()).real, (b * b.conj()).real
+    p, q = torch.maximum(*sizes), torch.minimum(*sizes)
     tiny, noise = torch.finfo(p.dtype).tiny, torch.finfo(p.dtype).eps
-    low = torch.log((q / p.clamp_min(tiny)).clamp(1.0, 1e12)) / 2
-    # t − 1/t <= (|a| + |b|) r there, hence r <= |a| + |b| + 1.
-    high = torch.maximum(2 * torch.log1p(aa.sqrt() + bb.sqrt()), low)
-    x = (low + high) / 2
-    falls = torch.zeros_like(x, dtype=torch.bool)
+    low = torch.zeros_like(p)
+    high = 2 * torch.log1p(p.sqrt() + q.sqrt())  # from t − 1/t <= (|a| + |b|) r
+    x = high / 2
     for _ in range(60):
         t = torch.exp(x)
         back = 1 / t
-        s, c, upper, lower = t - back, t + back, p * t, q * back
-        n, m = upper - lower, upper + lower
-        square = torch.maximum(m + cosine, noise * m).clamp_min(tiny)
+        upper, lower = p * t, q * back
+        square = torch.maximum(upper + lower + cosine, noise * upper).clamp_min(tiny)
         root = square.sqrt()
-        ratio = n / root
-        slope, curve = s - ratio, c + (ratio * ratio / 2 - m) / root
-        # Beyond the outermost root: h rises, and so does the ratio.
+        ratio = (upper - lower) / root
+        slope = t - back - ratio
+        curve = t + back + (ratio * ratio / 2 - upper - lower) / root
         rises = slope >= 0
-        beyond = rises & (2 * (c * n - m * s) + ratio * ratio * s >= 0)
-        low, high = torch.where(beyond, low, x), torch.where(beyond, x, high)
+        low, high = torch.where(rises, low, x), torch.where(rises, x, high)
         newton = x - slope / curve
         moved = torch.where((curve > 0) & (newton >= low) & (newton <= high), newton, (low + high) / 2)
-        # A bracket in which h was never seen to fall holds no minimum, or one too shallow to be the lower of two.
-        falls = falls | ~rises
-        settled = ((moved - x).abs() <= 1e-8) | (~falls & (high - low <= 1e-4))  # a last Newton step squares the 1e-8
+        settled = bool(((moved - x).abs() <= 1e-8).all())  # a last Newton step squares that
         x = moved
-        if bool(settled.all()):
+        if settled:
             break
-    t = torch.cat([torch.exp(torch.stack([x[0], -x[1]])), torch.ones_like(x[:1])])
-    best = (t + 1 / t - 2 * (aa * t + cosine + bb / t).clamp_min(0).sqrt()).argmin(0, keepdim=True)
-    return torch.gather(t, 0, best)[0].sqrt()
+    return torch.exp(torch.where(swapped, -x, x) / 2)
 
 
 def _brent(a: Tensor, b: Tensor) -> Tensor:
-    """One-dimensional search plane by plane, over log r in [−3, 3] around the balanced radius."""
+    """One-dimensional search plane by plane, over log r from around the balanced radius."""
     flat_a, flat_b = a.detach().cpu().reshape(-1).numpy(), b.detach().cpu().reshape(-1).numpy()
     out = np.empty(flat_a.shape)
     for i, (x, y) in enumerate(zip(flat_a, flat_b, strict=True)):
@@ -197,20 +188,20 @@ def regular(grams: Grams) -> Tensor:
     return full_rank(grams.q) & full_rank(grams.k) & full_rank(grams.q_ref) & full_rank(grams.k_ref)
 
 
-def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 100, tolerance: float = 1e-7) -> Tensor:
+def solve_linear(grams: Grams, method: Linear = "newton", *, steps: int = 100, tolerance: float = 1e-7) -> Tensor:
     """U [*batch, m, m] in GL(m) (real or complex, as the Gram matrices are) that minimises f.
 
-    ``gauss-newton``
+    ``newton``
         From the better of two Procrustes starts, in the raw and in the balanced basis (the second is exact when an exact solution
-        exists). Each step solves the linearised problem in the Lie algebra, ``G_Q X + X G_K = R``, a Sylvester equation that two
-        eigendecompositions diagonalise, then moves along ``U exp(tX)`` with t halved until f falls. O(m³) a step, whatever the width of
-        the model. A local minimum; f never rises.
+        exists). Each step solves Newton's equation in the Lie algebra by conjugate gradients (:func:`newton`), then moves along
+        ``U exp(tX)`` with t halved until f falls. O(m³) a step, whatever the width of the model. A local minimum; f never rises.
     ``gradient``
         The paper's: gradient descent on U with backtracking, from the Procrustes start in the raw basis.
     ``orthogonal``
         That start alone: the isometry that maximises ⟨Q_B U, Q_A⟩ + ⟨K_B U, K_A⟩.
 
-    Where a factor is rank deficient (a dead head) the minimum need not exist, and the result is the isometry.
+    Where a factor is rank deficient (a dead head) the minimum need not exist; the result is then the isometry, or the least-squares solution
+    of the linear equations if it is better: exact where the two heads are equivalent.
     """
     rotation = polar(grams.cross_q + grams.cross_k)
     if method == "orthogonal" or rotation.shape[-1] == 0:
@@ -230,16 +221,42 @@ def solve_linear(grams: Grams, method: Linear = "gauss-newton", *, steps: int = 
         inv_a, inv_b = torch.linalg.inv(t_a), torch.linalg.inv(t_b)
         balanced = t_b @ polar(t_b.mH @ safe.cross_q @ t_a + inv_b @ safe.cross_k @ inv_a.mH) @ inv_a
         better = objective(safe, balanced) < objective(safe, start)
-        u = _gauss_newton(safe, torch.where(better[..., None, None], balanced, start), steps=steps, tolerance=tolerance)
-    return torch.where(healthy[..., None, None], u, rotation)
+        u = newton(safe, torch.where(better[..., None, None], balanced, start), steps=steps, tolerance=tolerance)
+    if bool(healthy.all()):
+        return u
+    linear = _least_squares(grams)
+    invertible = torch.linalg.cond(linear) < 1e8
+    linear = torch.where(invertible[..., None, None], linear, rotation)
+    better = objective(grams, linear) < objective(grams, rotation)
+    return torch.where(healthy[..., None, None], u, torch.where(better[..., None, None], linear, rotation))
 
 
-def _gauss_newton(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> Tensor:
+def _least_squares(grams: Grams) -> Tensor:
+    """The U that minimises ‖Q_B U − Q_A‖² + ‖K_A Uᴴ − K_B‖²: linear equations, so rank does not matter.
+
+    The normal equations ``G_Q U + U G_K = C_Q + C_K``, with the Grams of Q_B and K_A, are a Sylvester equation; what no equation determines (directions that
+    vanish in both factors) is filled with ones.
+    """
+    values_q, vectors_q = torch.linalg.eigh(grams.q)
+    values_k, vectors_k = torch.linalg.eigh(grams.k_ref)
+    right = vectors_q.mH @ (grams.cross_q + grams.cross_k) @ vectors_k
+    free = (values_q <= 1e-12 * values_q[..., -1:])[..., :, None] & (values_k <= 1e-12 * values_k[..., -1:])[..., None, :]
+    total = torch.where(free, 1.0, values_q[..., :, None] + values_k[..., None, :])
+    ones = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+    return vectors_q @ torch.where(free, ones, right / total) @ vectors_k.mH
+
+
+def newton(grams: Grams, u: Tensor, *, steps: int = 100, tolerance: float = 1e-7, free: Tensor | None = None) -> Tensor:
+    """Descend from U along ``U exp(tX)``; f never rises.
+
+    With `free` (orthonormal rows [n, m]) only steps X whose columns lie in their span are taken, so that ``v U`` stays as it is for every row
+    vector v orthogonal to them.
+    """
     value = objective(grams, u)
     # Differences of Gram matrices resolve f to rounding of its terms, no further.
     floor = 1e2 * torch.finfo(value.dtype).eps * grams.reference
     for _ in range(steps):
-        step, right = _linearised(grams, u)
+        step, right = _newton_step(grams, u, free)
         slope = 2 * _inner(step, right)  # how fast f falls along the step
         t = torch.ones_like(value)
         moved, new = u, value
@@ -259,20 +276,53 @@ def _gauss_newton(grams: Grams, u: Tensor, *, steps: int, tolerance: float) -> T
         if bool((fell <= tolerance * value + floor).all()):
             break
     # One more full step where the steps have become tiny: it is correct to first order even where f is too flat to tell.
-    step, _ = _linearised(grams, u)
+    step, _ = _newton_step(grams, u, free)
     trial = u @ torch.linalg.matrix_exp(step)
     near = (torch.linalg.matrix_norm(step) < 1e-3) & (objective(grams, trial) <= value + floor)
     return torch.where(near[..., None, None], trial, u)
 
 
-def _linearised(grams: Grams, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gauss-Newton step X at U, in the Lie algebra, and the right-hand side R of its Sylvester equation ``G_Q X + X G_K = R``."""
+def _newton_step(grams: Grams, u: Tensor, free: Tensor | None, iterations: int = 20) -> tuple[Tensor, Tensor]:
+    """A descent direction X at U, in the Lie algebra, and R = −½∇f there.
+
+    To second order ``f(U exp X) = f − 2⟨X, R⟩ + ⟨X, H X⟩`` with ``H X = G_Q X + X G_K + ½ (X S + S X)ᴴ`` and S = G_Q − C_Qᴴ + G_K − C_K (all at U),
+    zero for an exact fit. ``H X = R`` is solved by conjugate gradients, preconditioned by the Sylvester operator ``G_Q X + X G_K`` (the Gauss-Newton
+    approximation, which two eigendecompositions diagonalise), as far as the curvature stays positive.
+    """
     w = torch.linalg.inv(u)
     g_q, g_k = u.mH @ grams.q @ u, w @ grams.k @ w.mH
-    right = u.mH @ grams.cross_q - g_q - (w @ grams.cross_k).mH + g_k
-    values_q, vectors_q = torch.linalg.eigh(g_q)
+    c_q, c_k = u.mH @ grams.cross_q, w @ grams.cross_k
+    right = c_q - g_q - c_k.mH + g_k
+    residual = g_q - c_q.mH + g_k - c_k
+    values_q, vectors_q = torch.linalg.eigh(g_q if free is None else free @ g_q @ free.mH)
+    vectors_q = vectors_q if free is None else free.mH @ vectors_q
     values_k, vectors_k = torch.linalg.eigh(g_k)
-    step = vectors_q @ ((vectors_q.mH @ right @ vectors_k) / (values_q[..., :, None] + values_k[..., None, :])) @ vectors_k.mH
+    sums = values_q[..., :, None] + values_k[..., None, :]
+
+    def precondition(x: Tensor) -> Tensor:
+        return vectors_q @ ((vectors_q.mH @ x @ vectors_k) / sums) @ vectors_k.mH
+
+    step = torch.zeros_like(u)
+    rest, moved = right, precondition(right)
+    direction, start = moved, _inner(moved, right)
+    size, active = start, start > 0
+    for iteration in range(iterations):
+        bent = direction @ residual + residual @ direction
+        image = g_q @ direction + direction @ g_k + bent.mH / 2
+        curve = _inner(direction, image)
+        # Each direction is measured against the positive definite part of H.
+        active = active & (curve > 1e-3 * _inner(direction, image - bent.mH / 2))
+        if iteration == 0:
+            step = torch.where(active[..., None, None], step, direction)
+        rate = torch.where(active, size / torch.where(active, curve, torch.ones_like(curve)), torch.zeros_like(size))[..., None, None]
+        step, rest = step + rate * direction, rest - rate * image
+        moved = precondition(rest)
+        new = _inner(moved, rest)
+        active = active & (new > 1e-4 * start)
+        if not bool(active.any()):
+            break
+        direction = moved + (new / torch.where(size > 0, size, torch.ones_like(size)))[..., None, None] * direction
+        size = new
     return step, right
 
 

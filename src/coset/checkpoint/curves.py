@@ -40,19 +40,21 @@ def barrier_between(
     CosetError
         If the two cannot be compared, a head is invariant (its loss is not computed here), the data does not fit, or the device does not exist.
     """
-    models = [load(path, legacy) for path in (first, second)]
-    require_comparable(*models)
-    inputs, targets = read_data(data, models[0], length=length, samples=samples)
     figure = None if plot is None else Path(plot)
     if figure is not None and figure.suffix not in FIGURES:
         raise CosetError(f"{figure}: unknown kind of figure; expected one of {', '.join(FIGURES)}")
     if figure is not None and figure.exists() and not overwrite:
         raise CosetError(f"{figure}: the figure already exists; give another name, or --overwrite")
+    if figure is not None and not figure.parent.is_dir():
+        raise CosetError(f"{figure}: the folder {figure.parent} does not exist; create it first")
     try:
         where = torch.device(device)
         torch.empty(1, device=where)
     except (RuntimeError, AssertionError):
         raise CosetError(f"device: {device!r} is not available here; try cpu") from None
+    models = [load(path, legacy) for path in (first, second)]
+    require_comparable(*models)
+    inputs, targets = read_data(data, models[0], length=length, samples=samples)
     a, b = (m.parameters(torch.float32) for m in models)
     found = barrier(models[0].architecture, a, b, inputs, targets, points=points, batch=batch, device=where, progress=progress)
     if figure is not None:

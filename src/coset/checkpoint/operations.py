@@ -370,9 +370,7 @@ def align(
         distances[layer] = Distance(layer, before, _distance(mine, moved, moved))
         return moved
 
-    facts = _facts(
-        "align", reference=models[0].path.name, input=models[1].path.name, spaces=",".join(chosen), untied=str(untied).lower()
-    )
+    facts = _facts("align", reference=models[0].path.name, input=models[1].path.name, spaces=",".join(chosen), untied=str(untied).lower())
     saved = _write(
         models[1],
         found.transform,

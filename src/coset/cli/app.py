@@ -18,13 +18,14 @@ from typing import TextIO
 from cyclopts import App, CycloptsError, Parameter
 
 from coset.cli.checkpoints import align, apply, barrier, inspect, merge, scramble
+from coset.cli.compare import compare, fingerprint
 from coset.cli.demo import demo
 from coset.cli.options import DEFAULTS, Common
 from coset.cli.output import Output, complain
 from coset.cli.symmetry import symmetry
 from coset.errors import CosetError
 
-VERBS: tuple[Callable[..., int | None], ...] = (symmetry, inspect, scramble, apply, align, merge, barrier, demo)
+VERBS: tuple[Callable[..., int | None], ...] = (symmetry, inspect, scramble, apply, align, merge, barrier, compare, fingerprint, demo)
 
 DONE = 0
 ERROR = 2

@@ -34,7 +34,8 @@ def _progress(common: Common, label: str) -> Iterator[tuple[Callable[[str, int, 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=common.quiet, transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=common.quiet or not console.is_terminal, transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def update(name: str, done: int, total: int) -> None:

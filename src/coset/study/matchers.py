@@ -45,7 +45,7 @@ def _naive(case: Case) -> Parameters:
 
 
 _CYCLES = 20
-"""Passes over all spaces; on trained models of a few layers more of them lower the distance by another 0.1 % and the barrier not at all."""
+"""Passes over all spaces. Measured on the demo's models, twice as many lower the squared distance by 0.1 % at most and leave the barrier."""
 
 
 def _aligned(case: Case, spaces: tuple[str, ...], metric: Mapping[str, Tensor] | None = None) -> Parameters:
