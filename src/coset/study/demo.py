@@ -19,6 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -303,15 +304,16 @@ def table(results: Mapping[str, Any]) -> Table:
     """The rows of :func:`run` as a table: mean barrier ± standard error, and what is left of naive."""
     pairs = ", ".join(sorted({str(row["pairs"]) for row in results["rows"]}))
     shown = Table(title=f"Barriers between models (mean ± standard error over {pairs} pairs)", box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("encoding", "scope", "accuracy", "alignment", "loss barrier", "acc. barrier", "% left"):
-        shown.add_column(title, justify="left" if title in ("encoding", "scope", "alignment") else "right", no_wrap=title != "scope")
+    for title in ("models", "alignment", "loss barrier", "accuracy barrier", "% left"):
+        shown.add_column(title, justify="left" if title in ("models", "alignment") else "right", no_wrap=True)
     for row in results["rows"]:
-        head = (_TITLES[row["pe"]], _TITLES[row["scope"]], f"{row['test_accuracy']['mean']:.3f}")
+        # The description of a row's models runs down its first column.
+        described = (_TITLES[row["pe"]], _TITLES[row["scope"]], f"accuracy {row['test_accuracy']['mean']:.3f}")
         variants = VARIANTS[row["scope"]]
-        for variant in variants:
+        for words, variant in zip_longest(described, variants, fillvalue=""):
             cell = row[variant]
             shown.add_row(
-                *(head if variant == variants[0] else ("",) * len(head)),
+                words,
                 _LABELS[variant],
                 _with_error(cell["loss_barrier"]),
                 _with_error(cell["accuracy_barrier"]),
