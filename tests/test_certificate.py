@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from coset.architecture import (
     LearnedPositions,
     Norm,
     Patches,
+    RelativeBias,
     Rotary,
     Sinusoidal,
     StreamOutput,
@@ -108,7 +109,7 @@ def test_patch_classifiers_agree(flags: dict[str, Any]) -> None:
 
 
 def test_two_layers_of_large_sizes_agree_on_their_tiny_instance() -> None:
-    _agrees(uniform(pe="rope", layers=12, width=768, heads=12, kv_heads=4, mlp="swiglu", norm="rms", tied=True, bias="qkv"))
+    _agrees(uniform(pe="rope", layers=12, width=768, heads=12, kv_heads=4, mlp="swiglu", norm="rms", tied=True, bias="qkv", positions=512))
 
 
 def _parallel(shared: bool, **attention: Any) -> Architecture:
@@ -135,11 +136,50 @@ def test_other_arrangements_agree(architecture: Architecture) -> None:
     _agrees(architecture)
 
 
-def test_the_attention_of_post_norm_agrees() -> None:
-    certificate = certify(
-        uniform(pe="rope", norm="layer", post_norm=True, bias="all", layers=1, width=6, heads=2, head_dim=4), context=None
+@pytest.mark.parametrize(
+    ("total", "changes"),
+    [
+        (133, {"layers": 1, "norm": "layer", "bias": "all"}),
+        (None, {"layers": 2, "norm": "layer", "bias": "all", "pe": "rope", "frequencies": [1.0, 0.4]}),
+        (None, {"layers": 1, "norm": "layer", "bias": "qkv"}),
+        (None, {"layers": 1, "norm": "rms", "bias": "none", "pe": "learned", "positions": 7, "tied": True}),
+        (None, {"layers": 1, "norm": "layer", "bias": "all", "pe": "sinusoidal", "positions": 9}),
+    ],
+)
+def test_post_norm_agrees(total: int | None, changes: dict[str, Any]) -> None:
+    flags: dict[str, Any] = {"pe": "none", "width": 6, "heads": 2, "head_dim": 4, "mlp_width": 5, "vocab": 13, "post_norm": True}
+    architecture = uniform(**{**flags, **changes})
+    assert total in (None, symmetry(architecture).total_dimension)
+    _agrees(architecture)
+
+
+def test_an_encoder_with_an_embedding_norm_agrees() -> None:
+    a = uniform(
+        pe="learned", positions=9, layers=2, width=6, heads=2, head_dim=4, mlp_width=5, vocab=13, norm="layer", post_norm=True, bias="all"
     )
-    assert all(m.agrees for m in certificate.attention)
+    norm = Norm("layer", bias=True)
+    _agrees(dataclasses.replace(a, embedding_norm=norm, inputs=Tokens(13, types=2), outputs=StreamOutput(), causal=False))
+
+
+def _rms_layer(mlp: MLP | Experts, arrangement: Literal["pre", "output"] = "pre", **attention: Any) -> Architecture:
+    norm = Norm("rms")
+    changes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "value_dim": 4, "positions": Rotary(((1.0,), (0.4,)))}
+    layer = Layer(Attention(**{**changes, **attention}), mlp, norm, norm, arrangement)
+    return Architecture(6, (layer,), Tokens(11), LanguageModel(), final_norm=norm)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        _rms_layer(MLP(7, "silu", gated=True), "output", qk_norm="all"),
+        _rms_layer(Experts(3, 2, MLP(4, "relu"))),
+        _rms_layer(MLP(7, "relu", gated=True), window=5),
+        dataclasses.replace(_rms_layer(MLP(7), positions=RelativeBias()), causal=False),
+    ],
+    ids=["olmo2", "experts", "relu gate", "bidirectional t5"],
+)
+def test_blocks_of_other_families_agree(architecture: Architecture) -> None:
+    _agrees(architecture)
 
 
 def test_totals_do_not_depend_on_the_seed() -> None:
@@ -191,7 +231,7 @@ def test_tiny_keeps_small_models_and_what_decides_the_group() -> None:
     attention = shrunk.layers[0].attention
     assert (attention.heads, attention.kv_heads) == (4, 2)
     frequencies = attention.plane_frequencies
-    assert sorted(map(frequencies.count, frequencies)) == [1, 1, 2, 2]
+    assert sorted(map(frequencies.count, frequencies)) == [1, 2, 2]
     assert len(attention.still_lanes) == 2
     assert attention.qk_norm == "head"
     assert len(shrunk.layers) == 2

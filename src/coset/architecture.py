@@ -471,9 +471,9 @@ def uniform(
 ) -> Architecture:
     """A Transformer whose layers are all alike, from the flags of ``coset symmetry``.
 
-    `bias` ``all`` puts a bias on every linear map and LayerNorm but not on a language model's unembedding; ``qkv`` only on queries, keys and
-    values. A classifier (`classes`) is bidirectional and has a bias on its head unless `bias` is ``none``.
-    `frequencies` replaces the standard rotary frequencies (numbers, or tuples for a grid).
+    `bias` ``all`` puts a bias on every linear map and LayerNorm but not on a language model's unembedding; ``qkv`` only on queries, keys
+    and values. A classifier (`classes`) is bidirectional and has a bias on its head unless `bias` is ``none``. `frequencies` replaces the
+    standard rotary frequencies (numbers, or tuples for a grid).
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Is the group complete? The Jacobian's nullity at a generic point, measured and compared with the predicted dimension.
 
 At a generic point the null directions of (parameters -> outputs on many random inputs) are exactly the tangents of the symmetry group, so a
-continuous symmetry that the account misses, or one that it makes up, shows as a difference of integers. The test is infinitesimal and local to
-the inputs drawn: it sees neither discrete symmetries nor what happens where a mixture of experts changes its choice.
+continuous symmetry that the account misses, or one that it makes up, shows as a difference of integers. The test is infinitesimal and
+local to the inputs drawn: it sees neither discrete symmetries nor what happens where a mixture of experts changes its choice.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int
     """A small architecture with the same kinds of symmetry: the instance on which the Jacobian is affordable.
 
     Sizes that are small already are kept, so a small architecture comes back as it is. Larger ones shrink, with what decides the
-    group left in place: layers that differ (at most two kinds), heads per KV head, which rotary planes share a frequency and which lanes do not
-    rotate, which ALiBi slopes coincide, which biases and gains exist, whether values are wider than queries, whether they fit the stream.
-    Every ε becomes 0, where the scales that a norm undoes are exact.
+    group left in place: layers that differ (at most two kinds), heads per KV head, which rotary planes share a frequency and which lanes
+    do not rotate, which ALiBi slopes coincide, which biases and gains exist, whether values are wider than queries, whether they fit the
+    stream. Every ε becomes 0, where the scales that a norm undoes are exact.
 
     Parameters
     ----------
@@ -144,14 +144,13 @@ def _tiny_encoding(a: Attention, kv: int, group: int, small: bool, own_encoding:
 
 
 def _tiny_planes(rotary: Rotary) -> tuple[tuple[float, ...], ...]:
-    """Frequencies of the planes to keep: the fastest and the slowest of its own, two that coincide if any do, one that stands still."""
+    """Frequencies of the planes to keep: two that coincide if any do, else the fastest and the slowest, one that stands still."""
     single = [f for f in dict.fromkeys(rotary.frequencies) if any(f) and rotary.frequencies.count(f) == 1]
     single.sort(key=lambda f: -max(map(abs, f)))
     repeated = next((f for f in rotary.frequencies if any(f) and rotary.frequencies.count(f) > 1), None)
     # One plane for every coordinate of a position first, so that an axial encoding stays one.
-    leading = list({tuple(x != 0 for x in f): f for f in reversed(single)}.values())
-    kept = leading[: rotary.axes]
-    kept += [f for f in single[:1] + single[-1:] if f not in kept]
+    kept = list({tuple(x != 0 for x in f): f for f in reversed(single)}.values())[: rotary.axes]
+    kept += [f for f in single[:1] + single[-1:] if f not in kept and not repeated]
     still = [f for f in rotary.frequencies if not any(f)][:1]
     return tuple(dict.fromkeys(kept)) + ((repeated,) * 2 if repeated else ()) + tuple(still)
 
@@ -331,8 +330,8 @@ def certify(architecture: Architecture, *, seed: int = 0, context: int | None = 
 
     Notes
     -----
-    ReLU neurons that never switch on the drawn inputs are linear, or dead, and would add null directions that belong to the draw: parameters are
-    drawn again until every neuron is on for some positions and off for others.
+    ReLU neurons that never switch on the drawn inputs are linear, or dead, and would add null directions that belong to the draw:
+    parameters are drawn again until every neuron is on for some positions and off for others.
     """
     instance = tiny(architecture)
     account = symmetry(instance)
@@ -446,8 +445,8 @@ def _differentiate(function: Callable[[Parameters], Tensor], parameters: Paramet
         pieces = torch.split(vector, sizes)
         return function({n: piece.reshape(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}).flatten()
 
-    # Sixty-four directions at a time, to stay in cache. PyTorch loads its rules for forward derivatives with a call that it deprecates itself.
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
+    # Sixty-four directions at a time, to stay in cache. PyTorch loads its rules for forward derivatives with a call that it deprecates
+    itself. with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
         point = torch.cat([parameters[n].flatten() for n in names])
         columns = torch.vmap(lambda tangent: torch.func.jvp(flat, (point,), (tangent,))[1], chunk_size=64)
@@ -459,8 +458,8 @@ def _differentiate(function: Callable[[Parameters], Tensor], parameters: Paramet
 def nullity(spectrum: Tensor) -> tuple[int, float]:
     """Number of singular values below the largest gap of a descending `spectrum` [n], and the gap: the ratio of the values on its two sides.
 
-    Values under rounding, ``eps`` of the largest, count as rounding: exact zeros open no gap among the zeros. If nothing is null the gap is that of
-    the smallest value over rounding.
+    Values under rounding, ``eps`` of the largest, count as rounding: exact zeros open no gap among the zeros. If nothing is null the gap
+    is that of the smallest value over rounding.
     """
     floor = spectrum[0] * torch.finfo(spectrum.dtype).eps
     values = torch.cat((spectrum.clamp(min=floor), floor[None]))

@@ -1,6 +1,7 @@
 """Where the element between two equivalent models is not unique: dead or repeated parts, and factors without full rank.
 
-The theorem that the symmetry group is all of functional equivalence holds outside a null set of parameters. This module says, part by part, where a model lies in it.
+The theorem that the symmetry group is all of functional equivalence holds outside a null set of parameters. This module says, part by
+part, where a model lies in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from coset.align.features import HeadFeatures, NeuronFeatures, QKBlocks, head_features, neuron_features
 from coset.align.heads import head_cost
 from coset.architecture import Architecture, Experts
-from coset.groups import Group, Monomial, Permutation, Wreath
+from coset.groups import Group, Monomial, Orthogonal, Permutation, Wreath
 from coset.parameters import Parameters, norms, tensors
 from coset.symmetry import group as symmetry_group
 
@@ -59,10 +60,13 @@ def degeneracies(architecture: Architecture, parameters: Parameters, precision: 
                 if label.space == "stream" and label.variance != 0:
                     rows = x.movedim(axis, -1).reshape(-1, width)
                     gram += rows.mT @ rows / max(float(rows.square().sum()), 1e-300)
+    stream = groups.get("stream")
+    if isinstance(stream, Orthogonal) and stream.fixed is not None:
+        free = torch.linalg.svd(stream.fixed)[2][len(stream.fixed) :].to(gram)
+        gram = free @ gram @ free.mT
     values = torch.linalg.eigvalsh(gram)
     flat = int((values <= max(precision**2, 1e-13) * values[-1]).sum())
-    allowed = int(any(norm.kind == "layer" for norm in norms(architecture).values()))
-    if flat > allowed:
+    if flat:
         yield f"residual stream: no tensor reads or writes {flat} of its {width} directions, so its basis is free there"
 
 
@@ -76,9 +80,9 @@ def _gains(architecture: Architecture, block: Parameters, index: int | None) -> 
 
 
 def _rank(gram: Tensor, precision: float) -> Tensor:
-    """Numerical rank of Gram matrices [*batch, m, m]."""
+    """Numerical rank of Gram matrices [*batch, m, m], against the largest of all: a head of mere rounding noise has rank 0."""
     values = torch.linalg.eigvalsh(gram)
-    return (values > max(precision**2, 1e-14) * values[..., -1:]).logical_and(values > 0).sum(-1)
+    return (values > max(precision**2, 1e-14) * values.max()).logical_and(values > 0).sum(-1)
 
 
 def _heads(group: Wreath, f: HeadFeatures, query: int, precision: float) -> Iterator[str]:
@@ -89,7 +93,7 @@ def _heads(group: Wreath, f: HeadFeatures, query: int, precision: float) -> Iter
         ranks = _rank(x.mH @ x, precision)  # [blocks, kv]
         for j in range(kv):
             poor = (ranks[:, j] < x.shape[-1]).nonzero().flatten().tolist()
-            if poor and not bool(x[:, j].any()):
+            if poor and not bool(ranks[:, j].any()):
                 yield f"{what} of KV head {j} are zero"
             elif poor and x.shape[0] > 1:
                 yield f"{what} of KV head {j} lack full rank in {len(poor)} of {x.shape[0]} rotary planes"

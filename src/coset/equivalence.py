@@ -1,15 +1,17 @@
 r"""Are two models the same function? The decision, with its evidence.
 
-Two models of one architecture are equivalent when an element of the symmetry group carries one to the other. :func:`compare` finds the element by
-alignment and then checks it in two independent ways:
+Two models of one architecture are equivalent when an element of the symmetry group carries one to the other. :func:`compare` finds the
+element by alignment and then checks it in two independent ways:
 
 * *algebra*: in normal form (gauge folded away) the moved model must be the other one, entry by entry, within what rounding the stored weights
-  does. The noise of every entry is not assumed but sampled: both models are rounded once more at random and sent through the same element. The
-  comparison is made in the bases of both models, since a change of one weight is one entry in one of them and spread out in the other;
+  does. The noise of every entry is not assumed but sampled: both models are rounded once more at random and sent through the same
+  element. The comparison is made in the bases of both models, since a change of one weight is one entry in one of them and spread out in
+  the other;
 * *outputs*: the forward passes of both, in float64 on random inputs, may differ by a small multiple of what the same random rounding does.
 
-A visible difference of the outputs is always proof that the functions differ. The algebra is sharper, but proves a difference only where the element is unique:
-for degenerate models, or where the search may have failed, a residual that the outputs do not confirm leaves the case undecided.
+A visible difference of the outputs is always proof that the functions differ. The algebra is sharper, but proves a difference only where
+the element is unique: for degenerate models, or where the search may have failed, a residual that the outputs do not confirm leaves the
+case undecided.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from coset.align.features import head_features, neuron_features
+from coset.align.heads import least_squares_within
 from coset.align.matching import Progress, match
 from coset.align.stream import StreamProducts
 from coset.architecture import Architecture, Experts, LearnedPositions, RelativeBias, Tokens
 from coset.degeneracy import degeneracies
 from coset.errors import CosetError
-from coset.groups import Element, GeneralLinear, Group, MonomialElement, Orthogonal
+from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Orthogonal, Wreath, WreathElement
 from coset.normal_form import fold, folded_architecture
 from coset.parameters import Parameters, check, count, tensors
 from coset.symmetry import group as symmetry_group
@@ -47,9 +51,10 @@ OUTPUT_FACTOR = 12.0
 """Largest difference of the outputs, in multiples of what one random rounding does to them."""
 
 _SAMPLES = 3
+_SPREAD_OUT = 0.03
 _FLOOR = 2.0**-40
 _VISIBLE = 0.02
-_RANDOM_SPACES = ("heads", "qk", "vo", "neurons", "experts")
+_INNER = ("heads", "qk", "vo", "neurons", "experts")
 
 
 # --- the two models -------------------------------------------------------------------------------------------------
@@ -215,14 +220,17 @@ def _readable(a: Architecture, block: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _smoothed(square: Tensor, axis: int) -> Tensor:
-    """Variance model: the best product of a function of the row and one of the column; vectors are averaged with their mean."""
+    """Variance model: the best product of a function of the row and one of the column; vectors are averaged with their mean.
+
+    A part of the mean is added everywhere: the element is only known to rounding, which spreads noise to entries that are zero.
+    """
     mean = square.mean()
     if square.ndim < 2 or not bool(mean > 0):
         return (square + mean) / 2
     matrix = square.movedim(axis, 0)
     rows, columns = matrix.flatten(1).mean(1), matrix.mean(0)
     product = rows.reshape(-1, *(1 for _ in columns.shape)) * (columns / mean)
-    return product.movedim(0, axis)
+    return product.movedim(0, axis) + _SPREAD_OUT * mean
 
 
 def residuals(
@@ -465,8 +473,8 @@ class Comparison:
     condition
         Largest condition number of the found element in every space, and the largest ratio of gains that it changes.
     detection_limit
-        Smallest relative change that this comparison could tell from rounding: of ``weight``, one weight of typical size, and of ``tensor``, all
-        entries of one tensor at random; at the median tensor.
+        Smallest relative change that this comparison could tell from rounding: of ``weight``, one weight of typical size, and of
+        ``tensor``, all entries of one tensor at random; at the median tensor.
     """
 
     verdict: Verdict
@@ -770,8 +778,8 @@ def _from_the_ends(pair: _Pair, seed: int) -> _Found | None:
             return None
         start["stream"] = g
     other, reference = pair.lazy(pair.a.parameters, start), pair.lazy(pair.b.parameters)
-    found = match(pair.folded, reference, other, spaces=_RANDOM_SPACES)
-    element = {**start, **found.transform.element}
+    found = match(pair.folded, reference, other, spaces=_INNER)
+    element = _refitted(pair, {**start, **found.transform.element})
     source, target = ({}, {})
     for index in (None, *range(len(pair.architecture.layers))):
         source |= _gauge(pair, pair.a, index)
@@ -779,11 +787,39 @@ def _from_the_ends(pair: _Pair, seed: int) -> _Found | None:
     return _Found(pair, Transform(pair.architecture, element, source, target), residuals(pair, element, seed))
 
 
+def _refitted(pair: _Pair, element: Mapping[str, Element]) -> dict[str, Element]:
+    """The element with bases inside heads and scales of neurons solved once more as linear equations, which do not mind factors that vanish."""
+    out = dict(element)
+    for i in range(len(pair.architecture.layers)):
+        a = act(pair.folded, element, pair.normal(pair.a.parameters, i))
+        b = pair.normal(pair.b.parameters, i)
+        key = f"layers.{i}.heads"
+        heads = pair.groups[key]
+        assert isinstance(heads, Wreath)
+        sides = [head_features(pair.folded, i, p) for p in (b, a)]
+        delta = WreathElement(heads.top.identity(), {**heads.identity().inner, **least_squares_within(heads, *sides)})
+        out[key] = heads.compose(element[key], delta)
+        key = f"layers.{i}.neurons"
+        scaled = pair.groups[key].inner if isinstance(pair.groups[key], Wreath) else pair.groups[key]  # type: ignore[attr-defined]
+        if isinstance(scaled, Monomial) and scaled.scales != "sign":
+            f_b, f_a = (neuron_features(pair.folded, i, p) for p in (b, a))
+            top = (f_a.covariant * f_b.covariant).sum(-2) + (f_a.dual * f_b.dual).sum(-2)
+            size = f_a.covariant.square().sum(-2) + f_b.dual.square().sum(-2)
+            fine = (size > 0) & ((top > 0) | ((top < 0) & (scaled.scales == "nonzero")))
+            c = MonomialElement(torch.arange(scaled.n).expand(top.shape), torch.where(fine, top / torch.where(fine, size, 1.0), 1.0))
+            group = pair.groups[key]
+            if isinstance(group, Wreath):
+                out[key] = group.compose(element[key], WreathElement(group.top.identity(), c))
+            else:
+                out[key] = group.compose(element[key], c)
+    return out
+
+
 def _first_difference(found: _Found, seed: int, again: _Found | None = None) -> tuple[int | None, str] | None:
     """The first tensor in forward order whose residual rounding does not explain.
 
-    With the element of the whole model a difference in one layer tilts the stream a little for all; with the stream from the input tables alone,
-    layers in front of the first difference come out exact.
+    With the element of the whole model a difference in one layer tilts the stream a little for all; with the stream from the input tables
+    alone, layers in front of the first difference come out exact.
     """
     best = again if again is not None else _from_the_ends(found.pair, seed)
     for candidate in (best, found):
@@ -800,9 +836,9 @@ def _first_difference(found: _Found, seed: int, again: _Found | None = None) -> 
 def _hidden(probe: _Probe, found: _Found, out: Outputs) -> Literal["small", "invisible", "large"]:
     """What a significant residual means that the outputs do not show.
 
-    The moved model has the function of A exactly, so going from B a multiple s of the residual must change the outputs s times as much as they
-    differ now, if the residual is small and visible. It is ``invisible`` if it changes them far less than a random change of the same tensors of equal
-    size; ``large`` if far more than s times the difference: then the straight line is not what connects the two.
+    The moved model has the function of A exactly, so going from B a multiple s of the residual must change the outputs s times as much as
+    they differ now, if the residual is small and visible. It is ``invisible`` if it changes them far less than a random change of the
+    same tensors of equal size; ``large`` if far more than s times the difference: then the straight line is not what connects the two.
     """
     pair, element = found.pair, found.transform.element
     changed = {r.tensor for r in found.residuals if r.significant}

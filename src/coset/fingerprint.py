@@ -1,13 +1,13 @@
 r"""Numbers of a model that no symmetry changes, and a hash of them: to look a disguised copy up without the other model at hand.
 
-The numbers are taken in normal form (gauge folded), where the rest of the group is a rotation of the stream, permutations, and changes of basis inside
-heads; so they are norms and singular values of circuits ``Q Kᵀ`` (of every rotary plane, under RoPE) and ``V O``, and norms and inner products of what
-neurons read and write.
+The numbers are taken in normal form (gauge folded), where the rest of the group is a rotation of the stream, permutations, and changes of
+basis inside heads; so they are norms and singular values of circuits ``Q Kᵀ`` (of every rotary plane, under RoPE) and ``V O``, and norms
+and inner products of what neurons read and write.
 
-The hash is a lookup key, not a proof. It rounds a few well averaged combinations of all the numbers: with x_l = √n_l log I_l for an invariant I_l that
-averages n_l weights, rounding the stored weights moves every x_l by about the unit roundoff u, whatever the size of the model, and so do the
-combinations ``v_k = Σ_l ± x_l / √N``. Cells are a large multiple of u wide, which keeps a copy in its cell, and a change of the weights by a relative δ
-moves v_k by about δ, many cells if δ is well above the cell.
+The hash is a lookup key, not a proof. It rounds a few well averaged combinations of all the numbers: with x_l = √n_l log I_l for an
+invariant I_l that averages n_l weights, rounding the stored weights moves every x_l by about the unit roundoff u, whatever the size of
+the model, and so do the combinations ``v_k = Σ_l ± x_l / √N``. Cells are a large multiple of u wide, which keeps a copy in its cell, and
+a change of the weights by a relative δ moves v_k by about δ, many cells if δ is well above the cell.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def fingerprint(architecture: Architecture, parameters: Parameters, *, stored: t
     Raises
     ------
     CosetError
-        If the gauge cannot be folded (a gain is zero where a bias is not), or no input table determines the basis of a stream without norms.
+        If the gauge cannot be folded (a gain is zero where a bias is not), or no input table determines the basis of a stream without
+        norms.
     """
     if stored is None:
         stored = max((parameters[name].dtype for name in tensors(architecture)), key=lambda d: torch.finfo(d).eps)

@@ -1,9 +1,9 @@
 r"""Gauge fixing: folding norm gains, dropping what is invisible, and putting both back.
 
 Some coordinates of the parameters can be set at will without changing the function: norm gains (the linear maps that read
-the norm take them in), a key bias without rotation, a value bias next to an output bias, whatever LayerNorm removes. :func:`fold` sets the chosen
-coordinates to their normal value and records what they were, the *gauge*; :func:`unfold` puts any gauge in. So a model can be brought to
-normal form, acted on there, and written in the gauge of another model::
+the norm take them in), a key bias without rotation, a value bias next to an output bias, whatever LayerNorm removes. :func:`fold` sets
+the chosen coordinates to their normal value and records what they were, the *gauge*; :func:`unfold` puts any gauge in. So a model can be
+brought to normal form, acted on there, and written in the gauge of another model::
 
     folded, normal, own = fold(architecture, parameters, coordinates)
     unfold(architecture, normal, own) == parameters          # to rounding

@@ -134,9 +134,9 @@ def fixed_rows(architecture: Architecture) -> Tensor | None:
 def stream_group(architecture: Architecture) -> Group | None:
     """What may act on the residual stream once every gain that can be folded is folded; None where the stream is pinned.
 
-    No norm: GL(d), or O(d) when the unembedding is tied. RMSNorm: O(d). LayerNorm: O(d - 1) on the complement of **1**. A gain that cannot be folded
-    (tied unembedding, post-norm) leaves signed permutations, or under LayerNorm permutations with one global sign. A fixed
-    position table leaves only what fixes its rows; a model without a head outputs the stream and pins it.
+    No norm: GL(d), or O(d) when the unembedding is tied. RMSNorm: O(d). LayerNorm: O(d - 1) on the complement of **1**. A gain that
+    cannot be folded (tied unembedding, post-norm) leaves signed permutations, or under LayerNorm permutations with one global sign. A
+    fixed position table leaves only what fixes its rows; a model without a head outputs the stream and pins it.
     """
     if isinstance(architecture.outputs, StreamOutput):
         return None
@@ -303,7 +303,7 @@ def _attention_shifts(architecture: Architecture, attention: Attention) -> Itera
     if isinstance(attention.positions, RelativeBias):
         why = "a constant added to a head's bias table leaves its softmax alone"
         if not architecture.causal:
-            why += "; of the buckets for keys ahead, the first is never read"
+            why += "; the first of the buckets for keys ahead is never read"
         size = attention.heads * (1 if architecture.causal else 2)
         yield Entry("position bias", "R" if architecture.causal else "R^2", attention.heads, size, why)
 
@@ -365,6 +365,19 @@ def _fixed_table(architecture: Architecture) -> bool:
     return isinstance(architecture.positions, Sinusoidal) and not architecture.positions.stored
 
 
+def _post(architecture: Architecture) -> bool:
+    """Whether every layer normalises behind its residual sum."""
+    return all(layer.arrangement == "post" for layer in architecture.layers)
+
+
+def _last_norm(architecture: Architecture) -> Norm:
+    """The norm whose output the head reads: the final norm, or without one the last of the last post-norm layer."""
+    last = architecture.layers[-1]
+    if architecture.final_norm.kind == "none" and last.arrangement == "post" and last.mlp_norm is not None:
+        return last.mlp_norm
+    return architecture.final_norm
+
+
 def _scales(architecture: Architecture, stream: Group | None) -> int:
     """Scales that norms or linear maps undo (up to a norm's ε): of the stream, of what an embedding norm reads, of what an output norm reads.
 
@@ -373,7 +386,13 @@ def _scales(architecture: Architecture, stream: Group | None) -> int:
     """
     if isinstance(stream, GeneralLinear):
         return 0  # GL(d) holds it
-    first, final = architecture.embedding_norm, architecture.final_norm
+    first, final = architecture.embedding_norm, _last_norm(architecture)
+    if _post(architecture):
+        gains = [n for layer in architecture.layers for n in (layer.attention_norm, layer.mlp_norm) if n][
+            : None if final is architecture.final_norm else -1
+        ]
+        table = not _fixed_table(architecture) and (not architecture.tied or final.has_gain)
+        return table + first.has_gain + sum(n.has_gain for n in gains)
     # Each free scale as (its effect on the stream, its effect on the embedding).
     free = [] if _fixed_table(architecture) else [(0, 1) if first.kind != "none" else (1, 1)]
     free += [(1, 0)] if first.has_gain else []
@@ -405,7 +424,7 @@ def _reader_shifts(architecture: Architecture) -> Iterator[Entry]:
     """LayerNorm: its bias moves into the biases that read it; every reader is blind along diag(gain)^{-1} **1**."""
     specs = tensors(architecture)
     for name, norm in _reads(architecture).items():
-        if norm.kind != "layer":
+        if norm.kind != "layer" or (name == "final_norm" and isinstance(architecture.outputs, StreamOutput)):
             continue
         if name == "final_norm" and architecture.tied:
             # The tied unembedding cannot move; only an output bias can take the norm's bias in.
@@ -433,12 +452,17 @@ def _keys_forget(attention: Attention) -> bool:
     return attention.qk_norm is None and not attention.planes
 
 
+def _absorbs(attention: Attention) -> bool:
+    """Whether a constant in what attention reads moves into its biases (values pass it on to the output, as a constant)."""
+    return attention.query_bias and (attention.key_bias or _keys_forget(attention))
+
+
 def _constants(architecture: Architecture) -> Iterator[tuple[int, int]]:
     """The stream's reading points in order: (in how many directions a constant in the stream is seen there, constants written after it).
 
     A norm sees every constant (LayerNorm all but **1**). Without a norm, constants move into the biases of the linear maps that read the
-    stream; where a map has none, it sees as many directions as it has columns. Constants written are counted in dimensions: those of the output
-    biases, and those of the values (value biases, or the blind part of the value maps where LayerNorm adds a bias).
+    stream; where a map has none, it sees as many directions as it has columns. Constants written are counted in dimensions: those of the
+    output biases, and those of the values (value biases, or the blind part of the value maps where LayerNorm adds a bias).
     """
     d = architecture.width
     visible = d - removes_mean(architecture)
@@ -494,14 +518,15 @@ def _surplus(architecture: Architecture, tables: int) -> int:
 
 
 def _tied_shift(architecture: Architecture) -> Iterator[Entry]:
-    """A tied table may move along the direction in which its own unembedding is blind, where the input can make up for it."""
-    final = architecture.final_norm
-    if not architecture.tied or architecture.probabilities or final.kind != "layer":
-        return  # probabilities forget any constant in the table: it is one of the movable tables then
-    if final.has_bias and "head_bias" not in tensors(architecture):
+    """A tied table may move where its own unembedding is blind, along diag(gain)⁻¹1, if the input can make up for it."""
+    final = _last_norm(architecture)
+    if not architecture.tied or final.kind != "layer" or (final.has_bias and "head_bias" not in tensors(architecture)):
         return
-    blind = not final.has_gain and _input_centred(architecture)
-    if _movable_tables(architecture) or blind:
+    if not final.has_gain and _input_centred(architecture):
+        # Both uses of a row are blind along 1; all rows together are among the writers where softmax forgets that.
+        free = tensors(architecture)["embed.tokens"].shape[0] - architecture.probabilities
+        yield Entry("tied table", f"R^{free}", 1, free, "the stream and the unembedding are both blind along 1")
+    elif _movable_tables(architecture) and not architecture.probabilities:
         yield Entry(
             "tied table", "R", 1, 1, "the unembedding is blind along diag(gain)⁻¹1; another table of the input takes the constant back"
         )
@@ -620,9 +645,97 @@ def removes_mean(architecture: Architecture) -> int:
     """Whether (1 or 0) every reader of the stream is a LayerNorm, which removes its mean: writers are then blind along **1**."""
     names = _reads(architecture)
     places = sum(1 if layer.mlp_norm is None else 2 for layer in architecture.layers) + 1
-    return int(
-        len(names) == places and all(n.kind == "layer" for n in names.values()) and not isinstance(architecture.outputs, StreamOutput)
+    return int(len(names) == places and all(n.kind == "layer" for n in names.values()))
+
+
+def _post_norm(architecture: Architecture) -> Iterator[Entry]:
+    """Post-norm: what each sublayer's input, residual sum and norm leave free.
+
+    A sublayer reads the output of the norm before it (or the embedding) and adds to it, and the next norm sees the sum. So a constant added
+    to its input must move into the biases that read it *and* be taken back by the biases written beside it.
+    """
+    if not _post(architecture):
+        return
+    d = architecture.width
+    specs = tensors(architecture)
+    source = architecture.embedding_norm
+    tables = _movable_tables(architecture)
+    for i, layer in enumerate(architecture.layers):
+        p, a = f"layers.{i}", layer.attention
+        inner = layer.mlp.mlp if isinstance(layer.mlp, Experts) else layer.mlp
+        routed = isinstance(layer.mlp, Experts)
+        own = sum(s.dimension for s in _attention_shifts(architecture, a) if s.space == "value bias")
+        values = a.kv_heads * a.value_dim
+        absorbs = _absorbs(a)
+        sublayers = (
+            ("attention", ("q", "k", "v"), "o", layer.attention_norm, absorbs, d * a.output_bias, values, a.value_bias, own),
+            ("mlp", ("router", "gate", "up"), "down", layer.mlp_norm, inner.up_bias and not routed, d * inner.down_bias, 0, True, 0),
+        )
+        for name, reads, writes, norm, biased, written, hidden, certain, counted in sublayers:
+            if norm is None:
+                continue
+            place = f"{p}.{name}"
+            read = [specs[f"{place}.{r}"] for r in reads if f"{place}.{r}" in specs]
+            columns = [(math.prod(s.shape) // d, f"{s.name}_bias" in specs) for s in read]
+            blind = source.kind == "layer"
+            if blind:
+                free = sum(n for n, has in columns if has or not source.has_bias)
+                if name == "attention" and source.has_bias and not a.key_bias and a.qk_norm is None:
+                    free += a.kv_heads * len(a.still_lanes)
+                if free:
+                    yield Entry(
+                        f"{place} readers",
+                        f"R^{free}",
+                        1,
+                        free,
+                        "what a LayerNorm puts out is flat along diag(gain)⁻¹1: readers are blind there",
+                    )
+            if norm.kind == "layer":
+                rows = math.prod(specs[f"{place}.{writes}"].shape) // d
+                yield Entry(f"{place} writers", f"R^{rows}", 1, rows, "the norm behind removes the mean of what is written")
+                if source.kind == "none" and not architecture.tied and not _fixed_table(architecture):
+                    yield Entry("embedding shear", f"R^{d}", 1, d, "x → x + (x·a)1 before the first norm, undone by what reads x")
+            visible = d - (norm.kind == "layer")
+            constants = written + (hidden if certain or (blind and source.has_bias) else 0)
+            moved = 0
+            if source.kind == "none" and biased:
+                constants, moved = constants + tables * d, max(0, tables - 1) * d
+            elif source.has_bias and (blind or biased):
+                constants += d
+            surplus = max(0, constants - visible) - counted - moved
+            if surplus:
+                yield Entry(
+                    f"{place} biases",
+                    f"R^{surplus}",
+                    1,
+                    surplus,
+                    "constants before the norm add up; what reads them takes them into its biases",
+                )
+            source = norm
+    final = _last_norm(architecture)
+    if final is architecture.final_norm:
+        return
+    if "head" in specs and final.kind == "layer":
+        columns_of_head = math.prod(specs["head"].shape) // d
+        free = columns_of_head if not final.has_bias or "head_bias" in specs else 0
+        free += d * final.has_bias
+        if free:
+            yield Entry(
+                "head readers", f"R^{free}", 1, free, "the last norm's bias moves into the head, which is blind along diag(gain)⁻¹1"
+            )
+    elif architecture.tied and final.has_bias and "head_bias" in specs:
+        yield Entry("last bias", f"R^{d}", 1, d, "moves into the output bias")
+    gains = all(
+        n is not None and n.kind == "layer" and n.has_gain for n in (architecture.layers[0].attention_norm, architecture.layers[0].mlp_norm)
     )
+    if (
+        len(architecture.layers) == 1
+        and "head" in specs
+        and gains
+        and architecture.embedding_norm.kind == "none"
+        and not _fixed_table(architecture)
+    ):
+        yield Entry("joint flow", "R", 1, 1, "a turn before the first norm, new gains, and behind them again a turn and a scale, modulo 1")
 
 
 def _output_shifts(architecture: Architecture) -> Iterator[Entry]:
@@ -633,7 +746,7 @@ def _output_shifts(architecture: Architecture) -> Iterator[Entry]:
     if "head_bias" in tensors(architecture):
         yield Entry("output bias", "R", 1, 1, "softmax forgets a uniform shift of the logits")
     if not architecture.tied:
-        final = architecture.final_norm
+        final = _last_norm(architecture)
         # Where readers are blind along diag(gain)^{-1} 1 in every column, the uniform column is already counted.
         counted = final.kind == "layer" and (not final.has_bias or "head_bias" in tensors(architecture))
         yield Entry("unembedding", f"R^{d - counted}", 1, d - counted, "softmax forgets a uniform shift of the logits")
@@ -650,8 +763,9 @@ def _router_shifts(architecture: Architecture) -> Iterator[Entry]:
 def _notes(architecture: Architecture, scale: int) -> Iterator[str]:
     if scale:
         yield "scales of the stream are undone by norms with ε = 0; they are counted, and never moved"
-    if any(layer.arrangement != "pre" for layer in architecture.layers):
-        yield "post-norm: the total counts the listed spaces only; flows that pass through several norms are not listed"
+    arrangements = {layer.arrangement for layer in architecture.layers}
+    if len(arrangements) > 1 or (_post(architecture) and architecture.final_norm.kind != "none"):
+        yield "layers of different arrangement, or a final norm behind post-norm layers: the total counts the listed spaces only"
     for i, layer in enumerate(architecture.layers):
         a = layer.attention
         inner = architecture.width - (layer.attention_norm.kind == "layer")
@@ -675,7 +789,8 @@ def symmetry(architecture: Architecture) -> Symmetry:
     Notes
     -----
     Heads and bases: "Functional Equivalence in Attention" (ICML 2026). Sinusoidal and learned tables leave attention the group of plain
-    attention, d_h² per head for queries and keys; a rotary encoding shrinks it to d_h. The stream, gains and shifts are derived in docs/theory.md.
+    attention, d_h² per head for queries and keys; a rotary encoding shrinks it to d_h. The stream, gains and shifts are derived in
+    docs/theory.md.
     """
     stream = stream_group(architecture)
     scale = _scales(architecture, stream)
@@ -683,9 +798,9 @@ def symmetry(architecture: Architecture) -> Symmetry:
     if scale:
         positive = "R_{>0}" if scale == 1 else f"R_{{>0}}^{scale}"
         name = positive if name == "1" else f"{name} × {positive}"
-    final = architecture.final_norm
+    final = _last_norm(architecture)
     foldable = final.has_gain and not architecture.tied and not isinstance(architecture.outputs, StreamOutput)
-    rules = (_written_biases, _table_turns, _writer_shifts, _tied_shift, _reader_shifts, _router_shifts, _output_shifts)
+    rules = (_written_biases, _post_norm, _table_turns, _writer_shifts, _tied_shift, _reader_shifts, _router_shifts, _output_shifts)
     shifts = tuple(entry for rule in rules for entry in rule(architecture))
     return Symmetry(
         architecture=architecture,

@@ -1,7 +1,8 @@
 """Acting with group elements, and the transforms that carry one checkpoint to another.
 
-:func:`act` is the group action on the normal form: for every tensor, for every axis, apply the element of the axis's space. A :class:`Transform`
-adds the gauge on both sides, so that it goes from raw weights to raw weights and can be inverted, composed, saved and loaded.
+:func:`act` is the group action on the normal form: for every tensor, for every axis, apply the element of the axis's space. A
+:class:`Transform` adds the gauge on both sides, so that it goes from raw weights to raw weights and can be inverted, composed, saved and
+loaded.
 """
 
 from __future__ import annotations

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from architecture_zoo import LAYER, RMS, attention, difference, distance, flags, function, model, of_layers
+from architecture_zoo import LAYER, attention, difference, distance, flags, function, model, of_layers
 from coset.align import Solvers, align, match
 from coset.architecture import MLP, Architecture, Layer
 from coset.errors import CosetError
-from coset.transform import random_transform
+from coset.transform import SPACES, random_transform
 
 ROPE = flags("rope", "rms", "qkv", 3, None, "swiglu", False)
 PLAIN = flags("none", "layer", "all", 3, None, "relu", False)
+SHALLOW = [replace(a, layers=a.layers[:1]) for a in (ROPE, PLAIN)]
 SOLVERS = [Solvers(), Solvers("brent", "gradient"), Solvers(linear="orthogonal")]
-ZERO = torch.zeros((), dtype=torch.float64)
 
 
 # --- refused --------------------------------------------------------------------------------------------------------
@@ -57,9 +58,8 @@ def test_choices_that_make_no_sense() -> None:
         align(ROPE, p, p, spaces=())
     with pytest.raises(CosetError, match=r"layers: \[2, -1\] of 2 layers do not exist"):
         align(ROPE, p, p, layers=(0, 2, -1))
-    pinned = of_layers(Layer(attention(), MLP(7), RMS, RMS), final_norm=RMS)
     with pytest.raises(CosetError, match="nothing to move in experts"):
-        align(pinned, model(pinned), model(pinned), spaces=("experts",))
+        align(ROPE, p, p, spaces=("experts",))
 
 
 def test_shifts_of_a_model_without_any() -> None:
@@ -118,11 +118,12 @@ def safe(architecture: Architecture, found: dict[str, Tensor], other: dict[str, 
 
 @pytest.mark.parametrize("solvers", SOLVERS, ids=["ours", "paper", "orthogonal"])
 @pytest.mark.parametrize("what", DEAD)
-@pytest.mark.parametrize("architecture", [ROPE, PLAIN], ids=["rope", "vanilla"])
+@pytest.mark.parametrize("architecture", SHALLOW, ids=["rope", "vanilla"])
 def test_dead_parts_against_a_healthy_model(architecture: Architecture, what: str, solvers: Solvers) -> None:
     healthy, sick = model(architecture, 1), with_zero(model(architecture, 2), what)
     for reference, other in ((healthy, sick), (sick, healthy)):
-        found = align(architecture, reference, other, solvers=solvers, cycles=3)
+        # The stream makes many passes; the paper's solvers are slow.
+        found = align(architecture, reference, other, solvers=solvers, cycles=3, spaces=SPACES if solvers == SOLVERS[0] else SPACES[:3])
         safe(architecture, found.parameters, other)
         assert found.transform.belongs()
 

@@ -94,7 +94,7 @@ def test_features_are_those_of_whitened_tensors(name: str) -> None:
     def whitened(p: dict[str, Tensor]) -> dict[str, Tensor]:
         return p | {n: torch.tensordot(root.T, p[n], dims=1) for n in (f"layers.0.attention.{x}" for x in "qkv")}
 
-    factor = metric_factor(metric, "layers.0.attention.input", torch.float64)
+    factor = metric_factor(metric, "layers.0.attention.input", 11, torch.float64)
     wreath = group(architecture).factors["layers.0.heads"]
     assert isinstance(wreath, Wreath)
     in_metric = head_cost(wreath, *(head_features(architecture, 0, p, factor, circuits=True) for p in (a, b)))
@@ -113,8 +113,7 @@ def test_features_are_those_of_whitened_tensors(name: str) -> None:
 def test_experts_read_in_the_metric() -> None:
     architecture = special()["experts, gated"]
     a = model(architecture)
-    factor = metric_factor(random_metric(architecture), "layers.0.mlp.input", torch.float64)
-    assert factor is not None
+    factor = metric_factor(random_metric(architecture), "layers.0.mlp.input", 11, torch.float64)
     f = neuron_features(architecture, 0, a, factor)
     assert torch.allclose(f.covariant[3], factor.T[:, :10] @ a["layers.0.mlp.up"][3])
     assert f.router is not None

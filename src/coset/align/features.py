@@ -1,8 +1,8 @@
 """What the solvers compare: a layer's tensors as stacked columns, one block of lanes at a time.
 
-Weights and bias of a reader are stacked, ``[W; b]``, one row more than the stream is wide. A *metric* Σ (second moment of the
-input, with a one appended) replaces the identity in every inner product on the input side; with Σ = F Fᵀ that is the plain inner
-product of ``Fᵀ [W; b]``, so the solvers never see it.
+Weights and bias of a reader are stacked, ``[W; b]``: one row more than the stream is wide, where there is a bias or a metric. A
+*metric* Σ (second moment of the input, with a one appended) replaces the identity in every inner product on the input side; with
+Σ = F Fᵀ that is the plain inner product of ``Fᵀ [W; b]``, so the solvers never see it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ Metric = Mapping[str, Tensor]
 """Second moments [width + 1, width + 1] of ``[x, 1]`` for the inputs x of maps, by site (``layers.i.attention.input``, ``layers.i.mlp.input``)."""
 
 
-def metric_factor(metric: Metric | None, site: str, dtype: torch.dtype) -> Tensor | None:
-    """F with Σ = F Fᵀ for a site of the metric, or None where there is no metric.
+def metric_factor(metric: Metric, site: str, size: int, dtype: torch.dtype) -> Tensor:
+    """F with Σ = F Fᵀ for a site of the metric, [size, size].
 
     Raises
     ------
     CosetError
-        If Σ is not symmetric positive semidefinite.
+        If Σ is missing, not of that size, not finite, or not symmetric positive semidefinite.
     """
-    if metric is None:
-        return None
     if site not in metric:
         raise CosetError(f"metric: no second moment for {site}; it has {', '.join(metric)}")
     moment = metric[site].to(torch.float64)
+    if tuple(moment.shape) != (size, size):
+        raise CosetError(f"metric: the second moment of {site} must have shape {[size, size]}, got {list(moment.shape)}")
+    if not bool(torch.isfinite(moment).all()):
+        raise CosetError(f"metric: the second moment of {site} holds NaN or infinity")
     if not torch.allclose(moment, moment.mT, rtol=1e-6, atol=1e-9 * float(moment.abs().max())):
         raise CosetError(f"metric: the second moment of {site} is not symmetric")
     values, vectors = torch.linalg.eigh(moment)
@@ -85,8 +87,8 @@ def head_features(
 ) -> HeadFeatures:
     """Features of layer i's attention from its canonical tensors.
 
-    With `circuits` the biases that no output can see (a key bias without rotation, a value bias beside an output bias) are left out: the products
-    ``Q Kᵀ`` and ``V O`` of what remains are invariant.
+    With `circuits` the biases that no output can see (a key bias without rotation, a value bias beside an output bias) are left out: the
+    products ``Q Kᵀ`` and ``V O`` of what remains are invariant.
     """
     a = architecture.layers[i].attention
     prefix = f"layers.{i}.attention"
@@ -96,9 +98,13 @@ def head_features(
         k_bias[..., torch.tensor(a.still_lanes)] = 0
     if circuits and a.output_bias:
         v_bias = None
-    q = stacked(p[f"{prefix}.q"], p.get(f"{prefix}.q_bias"), factor).permute(1, 2, 0, 3)
-    k = stacked(p[f"{prefix}.k"], k_bias, factor).permute(1, 0, 2)
-    v = stacked(p[f"{prefix}.v"], v_bias, factor).permute(1, 0, 2)
+
+    def columns(name: str, bias: Tensor | None) -> Tensor:
+        weight = p[f"{prefix}.{name}"]
+        return weight if bias is None and factor is None else stacked(weight, bias, factor)
+
+    q, k = columns("q", p.get(f"{prefix}.q_bias")), columns("k", k_bias)
+    v = columns("v", v_bias).permute(1, 0, 2)
     return HeadFeatures(_blocks(a, q, k), v, p[f"{prefix}.o"], _per_query(a, prefix, p))
 
 
@@ -125,18 +131,29 @@ def lane_blocks(a: Attention) -> tuple[tuple[Block, ...], ...]:
 
 
 def _blocks(a: Attention, q: Tensor, k: Tensor) -> tuple[QKBlocks, ...]:
+    """From q [rows, kv, query, lanes] and k [rows, kv, lanes]."""
     out = []
     for blocks in lane_blocks(a):
-        real = torch.tensor([b.real for b in blocks])
-        parts = [torch.movedim(x[..., real], -2, 0) for x in (q, k)]
-        if blocks[0].imaginary is not None:
-            imaginary = torch.tensor([b.imaginary for b in blocks])
-            parts = [
-                torch.complex(r.contiguous(), torch.movedim(x[..., imaginary], -2, 0).contiguous())
-                for r, x in zip(parts, (q, k), strict=True)
-            ]
-        out.append(QKBlocks(blocks, *parts))
+        parts = [_lanes(x, blocks) for x in (q, k)]
+        out.append(QKBlocks(blocks, parts[0].permute(0, 2, 3, 1, 4), parts[1].permute(0, 2, 1, 3)))
     return tuple(out)
+
+
+def _lanes(x: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+    """The lanes of blocks of one kind and size m, complex where they turn: [block, *x.shape[:-1], m] from [.., lanes].
+
+    With the blocks in front in memory as well, their products with each other are plain batches of matrix products.
+    """
+    count, m = len(blocks), blocks[0].size
+    if count == 1 and blocks[0].imaginary is None and m == x.shape[-1]:
+        return x.unsqueeze(0)
+    picked = x[..., torch.tensor([lane for b in blocks for lane in b.real])]
+    if blocks[0].imaginary is not None:
+        picked = torch.complex(picked, x[..., torch.tensor([lane for b in blocks for lane in b.imaginary or ()])])
+    flat = picked.reshape(-1, count * m)
+    if m == 1:
+        return flat.mT.contiguous().reshape(count, *x.shape[:-1], 1)
+    return flat.reshape(-1, count, m).transpose(0, 1).contiguous().reshape(count, *x.shape[:-1], m)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coset.align.features import HeadFeatures, QKBlocks
-from coset.align.within_head import Grams, Linear, Planes, full_rank, regular, solve_linear, solve_planes
+from coset.align.within_head import Grams, Linear, Planes, full_rank, least_squares, regular, solve_linear, solve_planes
 from coset.groups import Permutation, Product, RotaryCommutant, Scaling, Wreath, WreathElement, polar
 from coset.groups.monomial import assignment, take
 
@@ -42,10 +42,10 @@ class Solvers:
 
 def _cross(x: Tensor, y: Tensor) -> Tensor:
     """All cross products ``xᴴ y`` of [*batch, n, rows, m] and [*batch, n', rows, m]: [*batch, n, m, n', m], as one matrix product."""
-    *batch, n, rows, m = x.shape
-    left = x.movedim(-2, -3).reshape(*batch, rows, n * m)
-    right = y.movedim(-2, -3).reshape(*batch, rows, y.shape[-3] * m)
-    return (left.mH @ right).reshape(*batch, n, m, y.shape[-3], m)
+    *batch, n, _, m = x.shape
+    # Neither [rows, n, m] nor [n, m, rows] in memory needs a copy for this.
+    left, right = x.mT.flatten(-3, -2), y.mT.flatten(-3, -2)
+    return (left.conj() @ right.mT).reshape(*batch, n, m, y.shape[-3], m)
 
 
 def _product_inner(left_a: Tensor, right_a: Tensor, left_b: Tensor, right_b: Tensor) -> Tensor:
@@ -63,8 +63,16 @@ def _product_inner(left_a: Tensor, right_a: Tensor, left_b: Tensor, right_b: Ten
     return torch.einsum("bkqsKQt,bksKt->kqKQ", per_query, per_kv.conj()).real
 
 
+def _square(x: Tensor) -> Tensor:
+    """Squared norms of single columns [.., rows, 1], over the rows."""
+    parts = torch.view_as_real(x) if x.is_complex() else x.unsqueeze(-1)
+    return parts.square().sum(-3).sum((-2, -1))
+
+
 def _product_norm(left: Tensor, right: Tensor) -> Tensor:
     """``‖L_i R_iᴴ‖²`` of every query head, [kv, query]."""
+    if left.shape[-1] == 1:
+        return (_square(left) * _square(right).unsqueeze(2)).sum(0)
     return ((left.mH @ left) * (right.mH @ right).conj().unsqueeze(2)).sum((0, -2, -1)).real
 
 
@@ -188,6 +196,35 @@ def _solve_qk(group: object, a: tuple[QKBlocks, ...], b: tuple[QKBlocks, ...], s
         for block, part in zip(x.blocks, value, strict=True):
             total = total + (group.embed(block, part) if isinstance(group, RotaryCommutant) else part)
     return total, sorted(poor)
+
+
+def least_squares_within(group: Wreath, a: HeadFeatures, b: HeadFeatures) -> dict[str, Tensor]:
+    """Stage 2 as linear equations, ``Q_B U = Q_A`` and ``K_A Uᴴ = K_B`` in least squares: for models that are equivalent, whatever the ranks.
+
+    Returns the elements for ``qk`` (the identity under QK-norm) and ``vo`` ([kv, n, n]); the identity where the solution is not invertible.
+    """
+    inner = _inner(group)
+    kv = a.v.shape[0]
+    out = {space: inner.factors[space].identity((kv,), dtype=a.v.dtype) for space in ("qk", "vo")}
+    qk = inner.factors["qk"]
+    if isinstance(qk, RotaryCommutant):
+        total = torch.zeros_like(out["qk"])
+        for x, y in zip(a.qk, b.qk, strict=True):
+            value = _invertible(least_squares(Grams.of(_flatten_queries(x.q), x.k, _flatten_queries(y.q), y.k)))
+            for block, part in zip(x.blocks, value, strict=True):
+                total = total + qk.embed(block, part)
+        out["qk"] = total
+    elif not isinstance(qk, Scaling):
+        x, y = a.qk[0], b.qk[0]
+        out["qk"] = _invertible(least_squares(Grams.of(_flatten_queries(x.q), x.k, _flatten_queries(y.q), y.k)))[0]
+    o_a, o_b = (f.o.mT.flatten(1, 2) for f in (a, b))
+    out["vo"] = _invertible(least_squares(Grams.of(a.v, o_a, b.v, o_b)))
+    return out
+
+
+def _invertible(u: Tensor) -> Tensor:
+    eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
+    return torch.where((torch.linalg.cond(u) < 1e8)[..., None, None], u, eye)
 
 
 def match_heads(

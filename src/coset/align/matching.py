@@ -96,7 +96,7 @@ class _Problem:
             for key, g in groups.items()
             if (key == "stream" and "stream" in spaces)
             or (key.endswith(".heads") and {"heads", "qk", "vo"} & set(spaces))
-            or (key.endswith(".neurons") and {"neurons", "experts"} & set(spaces))
+            or (key.endswith(".neurons") and ("neurons" in spaces or ("experts" in spaces and isinstance(g, Wreath))))
         }
         # The scale between query and key gains travels with the heads, so it stays folded while heads are matched.
         self.kept = () if "stream" in self.groups else tuple(n for n in self.names if n.endswith(".gain"))
@@ -105,6 +105,7 @@ class _Problem:
         self.source: dict[str, Tensor] = {}
         self.target: dict[str, Tensor] = {}
         self.notes: list[str] = []
+        self._factors: dict[str, Tensor] = {}
 
     def gauges(self) -> None:
         """Read both models once for their gauges."""
@@ -127,8 +128,14 @@ class _Problem:
         return self._view(act(self.folded, element, normal))
 
     def factor(self, site: str) -> Tensor | None:
-        """Factor of the metric at a site, in the gauge of the matching."""
-        return metric_factor(self.metric, site, torch.float64)
+        """Factor of the metric at a site, in the gauge of the matching. The two latest are kept: those of one layer."""
+        if self.metric is None:
+            return None
+        if site not in self._factors:
+            while len(self._factors) > 1:
+                del self._factors[next(iter(self._factors))]
+            self._factors[site] = metric_factor(self.metric, site, self.architecture.width + 1, torch.float64)
+        return self._factors[site]
 
     def distance(self, a: Parameters, b: Parameters) -> float:
         """Squared distance of two blocks; readers inside layers, with their biases, in the metric where there is one."""
@@ -149,14 +156,15 @@ class _Problem:
 def _improve(
     problem: _Problem, key: str, a: Parameters, b: Parameters, before: float, proposals: list[Callable[[], tuple[Element, list[str]]]]
 ) -> tuple[Element | None, Parameters, float, list[str]]:
-    """Take the first proposal that does not raise the block's distance; keep what is there if none does."""
+    """Take the first proposal that does not raise the block's distance; keep what is there if none does. Notes are the last proposal's."""
+    notes: list[str] = []
     for propose in proposals:
         delta, notes = propose()
         moved = act(problem.working, {key: delta}, b)
         after = problem.distance(a, moved)
         if after <= before * (1 + 1e-12):
             return delta, moved, min(after, before), notes
-    return None, b, before, []
+    return None, b, before, notes
 
 
 def _match_layer(

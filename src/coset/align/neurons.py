@@ -115,8 +115,8 @@ def match_neurons(group: Group, a: NeuronFeatures, b: NeuronFeatures, spaces: tu
 def invariants(group: Group, f: NeuronFeatures) -> Tensor:
     """Numbers [m, k] of every neuron that neither a rotation of the stream nor the neuron's own scale changes.
 
-    Norms and inner products of what it reads and writes: they find the neurons' order before anything is known about the stream. Biases (the
-    last feature row) are numbers of their own.
+    Norms and inner products of what it reads and writes: they find the neurons' order before anything is known about the stream. Biases
+    (the last feature row) are numbers of their own.
     """
     group = group.inner if isinstance(group, Wreath) else group
     up, bias = f.covariant[..., :-1, :], f.covariant[..., -1, :]

@@ -74,8 +74,8 @@ class StreamProducts:
 def _solve_fixing(grams: Grams, fixed: Tensor) -> Tensor:
     """The g of least distance among those with ``fixed g = fixed`` (orthonormal rows [k, n]): Newton from the better of two starts.
 
-    Writers alone are a linear least-squares problem over ``g = fixedᵀ fixed + freeᵀ M``, exact where an exact solution exists; the other start is the
-    identity, which is kept where the readers are rank deficient.
+    Writers alone are a linear least-squares problem over ``g = fixedᵀ fixed + freeᵀ M``, exact where an exact solution exists; the other
+    start is the identity, which is kept where the readers are rank deficient.
     """
     eye = torch.eye(fixed.shape[1], dtype=grams.q.dtype)
     if not bool(full_rank(grams.k) & full_rank(grams.k_ref)):

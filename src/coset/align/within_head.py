@@ -7,7 +7,8 @@ Every solver minimises
 
     f(U) = ‖Q_A − Q_B U‖² + ‖K_A − K_B U^{-H}‖²
 
-over its group. Values and outputs are the same problem with Q = V and K = Oᵀ. Source: "Functional Equivalence in Attention" (ICML 2026), stage 2.
+over its group. Values and outputs are the same problem with Q = V and K = Oᵀ. Source: "Functional Equivalence in Attention" (ICML 2026),
+stage 2.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ def solve_planes(alpha: Tensor, beta: Tensor, q: Tensor, k: Tensor, method: Plan
 def _exact(a: Tensor, b: Tensor) -> Tensor:
     """Global minimiser r of h(r) = r² + 1/r² − 2|ar + b/r|, [*batch].
 
-    Let |a| >= |b| (1/r exchanges them). Then |ar + b/r| >= |a/r + br| for r >= 1, so h(r) <= h(1/r) and the minimum lies in r >= 1. With t = r²,
-    N = |a|² t − |b|² / t and D = |ar + b/r|, h falls while t − 1/t < N / D. The ratio of the two sides, (t − 1/t) D / N, increases for
-    t >= 1, so h falls and then rises, once: bisection cannot miss the minimum, and Newton steps in log t make it fast.
+    Let |a| >= |b| (1/r exchanges them). Then |ar + b/r| >= |a/r + br| for r >= 1, so h(r) <= h(1/r) and the minimum lies in r >= 1. With
+    t = r², N = |a|² t − |b|² / t and D = |ar + b/r|, h falls while t − 1/t < N / D. The ratio of the two sides, (t − 1/t) D / N,
+    increases for t >= 1, so h falls and then rises, once: bisection cannot miss the minimum, and Newton steps in log t make it fast.
     """
     swapped = a.abs() < b.abs()
     cosine = 2 * (a * b.conj()).real
@@ -200,8 +201,8 @@ def solve_linear(grams: Grams, method: Linear = "newton", *, steps: int = 100, t
     ``orthogonal``
         That start alone: the isometry that maximises ⟨Q_B U, Q_A⟩ + ⟨K_B U, K_A⟩.
 
-    Where a factor is rank deficient (a dead head) the minimum need not exist; the result is then the isometry, or the least-squares solution
-    of the linear equations if it is better: exact where the two heads are equivalent.
+    Where a factor is rank deficient (a dead head) the minimum need not exist; the result is then the isometry, or the least-squares
+    solution of the linear equations if it is better: exact where the two heads are equivalent.
     """
     rotation = polar(grams.cross_q + grams.cross_k)
     if method == "orthogonal" or rotation.shape[-1] == 0:
@@ -224,18 +225,18 @@ def solve_linear(grams: Grams, method: Linear = "newton", *, steps: int = 100, t
         u = newton(safe, torch.where(better[..., None, None], balanced, start), steps=steps, tolerance=tolerance)
     if bool(healthy.all()):
         return u
-    linear = _least_squares(grams)
+    linear = least_squares(grams)
     invertible = torch.linalg.cond(linear) < 1e8
     linear = torch.where(invertible[..., None, None], linear, rotation)
     better = objective(grams, linear) < objective(grams, rotation)
     return torch.where(healthy[..., None, None], u, torch.where(better[..., None, None], linear, rotation))
 
 
-def _least_squares(grams: Grams) -> Tensor:
+def least_squares(grams: Grams) -> Tensor:
     """The U that minimises ‖Q_B U − Q_A‖² + ‖K_A Uᴴ − K_B‖²: linear equations, so rank does not matter.
 
-    The normal equations ``G_Q U + U G_K = C_Q + C_K``, with the Grams of Q_B and K_A, are a Sylvester equation; what no equation determines (directions that
-    vanish in both factors) is filled with ones.
+    The normal equations ``G_Q U + U G_K = C_Q + C_K``, with the Grams of Q_B and K_A, are a Sylvester equation; what no equation determines
+    (directions that vanish in both factors) is filled with ones.
     """
     values_q, vectors_q = torch.linalg.eigh(grams.q)
     values_k, vectors_k = torch.linalg.eigh(grams.k_ref)
@@ -249,8 +250,8 @@ def _least_squares(grams: Grams) -> Tensor:
 def newton(grams: Grams, u: Tensor, *, steps: int = 100, tolerance: float = 1e-7, free: Tensor | None = None) -> Tensor:
     """Descend from U along ``U exp(tX)``; f never rises.
 
-    With `free` (orthonormal rows [n, m]) only steps X whose columns lie in their span are taken, so that ``v U`` stays as it is for every row
-    vector v orthogonal to them.
+    With `free` (orthonormal rows [n, m]) only steps X whose columns lie in their span are taken, so that ``v U`` stays as it is for every
+    row vector v orthogonal to them.
     """
     value = objective(grams, u)
     # Differences of Gram matrices resolve f to rounding of its terms, no further.
@@ -285,9 +286,9 @@ def newton(grams: Grams, u: Tensor, *, steps: int = 100, tolerance: float = 1e-7
 def _newton_step(grams: Grams, u: Tensor, free: Tensor | None, iterations: int = 20) -> tuple[Tensor, Tensor]:
     """A descent direction X at U, in the Lie algebra, and R = −½∇f there.
 
-    To second order ``f(U exp X) = f − 2⟨X, R⟩ + ⟨X, H X⟩`` with ``H X = G_Q X + X G_K + ½ (X S + S X)ᴴ`` and S = G_Q − C_Qᴴ + G_K − C_K (all at U),
-    zero for an exact fit. ``H X = R`` is solved by conjugate gradients, preconditioned by the Sylvester operator ``G_Q X + X G_K`` (the Gauss-Newton
-    approximation, which two eigendecompositions diagonalise), as far as the curvature stays positive.
+    To second order ``f(U exp X) = f − 2⟨X, R⟩ + ⟨X, H X⟩`` with ``H X = G_Q X + X G_K + ½ (X S + S X)ᴴ`` and S = G_Q − C_Qᴴ + G_K − C_K
+    (all at U), zero for an exact fit. ``H X = R`` is solved by conjugate gradients, preconditioned by the Sylvester operator ``G_Q X + X
+    G_K`` (the Gauss-Newton approximation, which two eigendecompositions diagonalise), as far as the curvature stays positive.
     """
     w = torch.linalg.inv(u)
     g_q, g_k = u.mH @ grams.q @ u, w @ grams.k @ w.mH

@@ -94,8 +94,8 @@ def compare(
     Raises
     ------
     CosetError
-        If the two cannot be compared (every difference that matters, one per line), a tensor holds NaN or infinity, or the transform file cannot
-        be written.
+        If the two cannot be compared (every difference that matters, one per line), a tensor holds NaN or infinity, or the transform file
+        cannot be written.
     """
     a, b = load(first, legacy), load(second, legacy)
     require_comparable(a, b)

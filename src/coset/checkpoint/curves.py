@@ -38,7 +38,8 @@ def barrier_between(
     Raises
     ------
     CosetError
-        If the two cannot be compared, a head is invariant (its loss is not computed here), the data does not fit, or the device does not exist.
+        If the two cannot be compared, a head is invariant (its loss is not computed here), the data does not fit, or the device does not
+        exist.
     """
     figure = None if plot is None else Path(plot)
     if figure is not None and figure.suffix not in FIGURES:

@@ -25,8 +25,8 @@ def read_data(
     Parameters
     ----------
     path
-        ``.txt``: UTF-8 text, cut into windows of `length` tokens by the checkpoint's ``tokenizer.json``; ``.safetensors``: ``input_ids`` [n, length],
-        or ``inputs`` with ``targets``.
+        ``.txt``: UTF-8 text, cut into windows of `length` tokens by the checkpoint's ``tokenizer.json``; ``.safetensors``: ``input_ids``
+        [n, length], or ``inputs`` with ``targets``.
     length
         Tokens in a window of text (default 256, or less if the model's context is shorter).
     samples

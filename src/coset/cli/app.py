@@ -1,7 +1,8 @@
 """The verbs together, and what holds for all of them: exit codes, errors on one line, warnings on standard error.
 
-A new verb is a function in a module beside this one, added to `VERBS`. It takes ``common: Common``, prints with `coset.cli.output`, and returns its
-exit code (None is 0). Modules of verbs import torch and whatever needs it inside the function, so that ``coset --help`` is quick.
+A new verb is a function in a module beside this one, added to `VERBS`. It takes ``common: Common``, prints with `coset.cli.output`, and
+returns its exit code (None is 0). Modules of verbs import torch and whatever needs it inside the function, so that ``coset --help`` is
+quick.
 """
 
 from __future__ import annotations

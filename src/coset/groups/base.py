@@ -26,8 +26,8 @@ def default_tolerance(dtype: torch.dtype) -> float:
 class Group(ABC):
     """A group with its action on row vectors ``x`` [..., n] from the right.
 
-    Elements carry leading batch dimensions, written ``[*batch, ...]`` throughout; the group itself holds only sizes. The action is a *right*
-    action: ``act(compose(g, h), x) = act(h, act(g, x))``, so that for matrices composing is the product ``g @ h``.
+    Elements carry leading batch dimensions, written ``[*batch, ...]`` throughout; the group itself holds only sizes. The action is a
+    *right* action: ``act(compose(g, h), x) = act(h, act(g, x))``, so that for matrices composing is the product ``g @ h``.
     """
 
     @property

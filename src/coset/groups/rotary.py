@@ -1,9 +1,10 @@
 r"""The commutant of the rotations: what a rotary encoding leaves of GL(head width).
 
-Rotary encoding multiplies queries and keys at position t by R_t, which turns every plane of lanes by an angle proportional to its frequency.
-A change of basis M of a head's queries (``q -> q M``, ``k -> k M^{-T}``) keeps every logit ``q R_t k^T`` exactly when M commutes with all R_t.
-So lanes are grouped by frequency: n lanes of frequency zero give GL(n, R); m planes of one nonzero frequency give GL(m, C), where a
-plane (a, b) of lanes is the complex lane ``q_a + i q_b``. All frequencies zero is plain attention, all distinct is (C^×)^(n/2).
+Rotary encoding multiplies queries and keys at position t by R_t, which turns every plane of lanes by an angle proportional to its
+frequency. A change of basis M of a head's queries (``q -> q M``, ``k -> k M^{-T}``) keeps every logit ``q R_t k^T`` exactly when M
+commutes with all R_t. So lanes are grouped by frequency: n lanes of frequency zero give GL(n, R); m planes of one nonzero frequency give
+GL(m, C), where a plane (a, b) of lanes is the complex lane ``q_a + i q_b``. All frequencies zero is plain attention, all distinct is
+(C^×)^(n/2).
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ def recover(architecture: Architecture, parameters: Parameters, *, seed: int) ->
     Returns
     -------
     dict
-        How far the scrambled weights are from the model's, how far the recovered ones are (largest relative error of a tensor, float64), how far
-        the logits of the three differ on random inputs (relative), and the dimension of the group.
+        How far the scrambled weights are from the model's, how far the recovered ones are (largest relative error of a tensor, float64),
+        how far the logits of the three differ on random inputs (relative), and the dimension of the group.
     """
     reference = {name: x.to(torch.float64) for name, x in parameters.items()}
     planted = random_transform(architecture, reference, seed=seed)
