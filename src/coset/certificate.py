@@ -403,8 +403,8 @@ def _reach(instance: Architecture) -> int:
 
 
 def _samples(parameters: Parameters, worth: int) -> int:
-    """Two and a half equations a parameter."""
-    return 4 + math.ceil(2.5 * sum(t.numel() for t in parameters.values()) / worth)
+    """Five equations for every three parameters."""
+    return 4 + math.ceil(5 / 3 * sum(t.numel() for t in parameters.values()) / worth)
 
 
 def _switches(instance: Architecture) -> bool:
@@ -445,8 +445,9 @@ def _differentiate(function: Callable[[Parameters], Tensor], parameters: Paramet
         pieces = torch.split(vector, sizes)
         return function({n: piece.reshape(parameters[n].shape) for n, piece in zip(names, pieces, strict=True)}).flatten()
 
-    # Sixty-four directions at a time, to stay in cache. PyTorch loads its rules for forward derivatives with a call that it deprecates
-    itself. with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
+    # Sixty-four directions at a time, to stay in cache.
+    # PyTorch loads its rules for forward derivatives with a call that it deprecates itself.
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
         point = torch.cat([parameters[n].flatten() for n in names])
         columns = torch.vmap(lambda tangent: torch.func.jvp(flat, (point,), (tangent,))[1], chunk_size=64)

@@ -487,10 +487,13 @@ def unfold(architecture: Architecture, parameters: Parameters, gauge: Gauge) -> 
 
 
 def read_gauge(architecture: Architecture, parameters: Parameters, names: Iterable[str]) -> dict[str, Tensor]:
-    """The values of the named coordinates, in float64, reading one block of the parameters at a time."""
+    """The values of the named coordinates, in float64, reading one block of the parameters at a time, and only those that have any."""
     out: dict[str, Tensor] = {}
+    chosen, specs = set(names), tensors(architecture)
+    owners = {c.layer for name, c in coordinates(architecture).items() if name in chosen}
     for block in blocks(architecture):
-        out.update(fold(architecture, {name: parameters[name].to(torch.float64) for name in block}, names)[2])
+        if specs[block[0]].layer in owners:
+            out.update(fold(architecture, {name: parameters[name].to(torch.float64) for name in block}, chosen)[2])
     return out
 
 

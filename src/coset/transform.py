@@ -23,7 +23,7 @@ from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Element, Group, Product, Wreath
 from coset.groups.composite import WreathElement
-from coset.groups.monomial import take
+from coset.groups.monomial import reorder, take
 from coset.normal_form import Gauge, coordinates, fold, folded_architecture, random_gauge, read_gauge, unfold
 from coset.parameters import Parameters, TensorSpec, tensors
 from coset.symmetry import group as symmetry_group
@@ -43,7 +43,7 @@ def _heads(group: Wreath, g: WreathElement, spec: TensorSpec, x: Tensor) -> Tens
     kv, query = spec.axis("kv"), spec.axis("query")
     if kv is None:
         return x
-    x = torch.index_select(x, kv, g.order)
+    x = reorder(x, g.order, kv)
     assert isinstance(group.inner, Product)
     if query is not None:
         moved = torch.movedim(x, (kv, query), (0, -1))
@@ -61,7 +61,7 @@ def _neurons(group: Group, g: Element, spec: TensorSpec, x: Tensor) -> Tensor:
         expert = spec.axis("expert")
         if expert is None:
             return x
-        x = torch.index_select(x, expert, g.order)
+        x = reorder(x, g.order, expert)
         group, g, batch = group.inner, g.inner, (expert,)
     axis = spec.axis("neuron")
     return x if axis is None else _on_axis(group, g, x, axis, batch, spec.axes[axis].variance)

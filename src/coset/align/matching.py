@@ -9,7 +9,7 @@ pair of checkpoints need never be in memory whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from coset.align.stream import StreamProducts
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath
-from coset.normal_form import compatible_gauge, fold, folded_architecture, read_gauge, unfold
+from coset.normal_form import compatible_gauge, coordinates, fold, folded_architecture, read_gauge, unfold
 from coset.parameters import Parameters, check, tensors
 from coset.symmetry import group as symmetry_group
 from coset.transform import SPACES, Transform, act, check_spaces, gauge_names
@@ -65,6 +65,9 @@ class Alignment(Match):
 DEFAULT_SOLVERS = Solvers()
 Progress = Callable[[str, int, int], None]
 """Called with what is being matched, how many blocks are done, and of how many."""
+
+Proposal = Callable[[], tuple[Element, list[str]]]
+"""An element that may bring a layer closer, and notes."""
 
 
 def _block(architecture: Architecture, index: int | None) -> list[str]:
@@ -137,11 +140,21 @@ class _Problem:
             self._factors[site] = metric_factor(self.metric, site, self.architecture.width + 1, torch.float64)
         return self._factors[site]
 
-    def distance(self, a: Parameters, b: Parameters) -> float:
-        """Squared distance of two blocks; readers inside layers, with their biases, in the metric where there is one."""
-        gap = {name: x - b[name] for name, x in a.items()}
+    def start(self, index: int | None) -> float:
+        """Squared distance of a block before anything moves."""
+        a = self.a(index)
+        return self.distance(a, self.b(index, {}), a)
+
+    def untouched(self, index: int | None) -> bool:
+        """Whether nothing that is moved or folded reaches the block, so that its distance stays what it is."""
+        owners = {c.layer for name, c in coordinates(self.architecture).items() if name in self.names}
+        return index is None and "stream" not in self.groups and None not in owners
+
+    def distance(self, a: Parameters, b: Parameters, names: Iterable[str]) -> float:
+        """Squared distance of some tensors of two blocks; readers inside layers, with their biases, in the metric where there is one."""
         if self.metric is None:
-            return sum(float(x.square().sum()) for x in gap.values())
+            return sum(_squared_gap(a[name], b[name]) for name in names)
+        gap = {name: a[name] - b[name] for name in names}
         total, specs = 0.0, tensors(self.working)
         for name in list(gap):
             spec, axis = specs[name], specs[name].axis("stream")
@@ -153,18 +166,27 @@ class _Problem:
         return total + sum(float(x.square().sum()) for x in gap.values())
 
 
+def _squared_gap(x: Tensor, y: Tensor) -> float:
+    return float(torch.dist(x, y)) ** 2
+
+
 def _improve(
-    problem: _Problem, key: str, a: Parameters, b: Parameters, before: float, proposals: list[Callable[[], tuple[Element, list[str]]]]
-) -> tuple[Element | None, Parameters, float, list[str]]:
-    """Take the first proposal that does not raise the block's distance; keep what is there if none does. Notes are the last proposal's."""
+    problem: _Problem, key: str, a: Parameters, b: Parameters, element: dict[str, Element], proposals: list[Proposal]
+) -> tuple[Parameters, float, list[str]]:
+    """Take the first proposal that does not raise the distance; keep what is there if none does.
+
+    Updates `element`. Returns the moved block, how far the distance fell, and the last proposal's notes.
+    """
     notes: list[str] = []
     for propose in proposals:
         delta, notes = propose()
         moved = act(problem.working, {key: delta}, b)
-        after = problem.distance(a, moved)
+        changed = [name for name, x in moved.items() if x is not b[name]]
+        before, after = problem.distance(a, b, changed), problem.distance(a, moved, changed)
         if after <= before * (1 + 1e-12):
-            return delta, moved, min(after, before), notes
-    return None, b, before, notes
+            element[key] = problem.groups[key].compose(element[key], delta) if key in element else delta
+            return moved, max(0.0, before - after), notes
+    return b, 0.0, notes
 
 
 def _match_layer(
@@ -172,7 +194,6 @@ def _match_layer(
 ) -> tuple[Parameters, list[tuple[str, float]], list[str]]:
     """Heads, then neurons, of one layer. Updates `element`; returns the moved block, how far each step fell, and notes."""
     w, falls, notes = problem.working, [], []
-    value = problem.distance(a, b)
     key = f"layers.{i}.heads"
     if key in problem.groups:
         group = problem.groups[key]
@@ -180,34 +201,23 @@ def _match_layer(
         factor = problem.factor(f"layers.{i}.attention.input")
         sides = [head_features(w, i, p, factor) for p in (a, b)]
         circuits = (head_features(w, i, a, factor, circuits=True), head_features(w, i, b, factor, circuits=True))
-        delta, b, after, found = _improve(
-            problem,
-            key,
-            a,
-            b,
-            value,
-            [
-                lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces),
-                lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces, permute="keep"),
-            ],
-        )
-        if delta is not None:
-            element[key] = group.compose(element[key], delta)
-        falls.append((f"layer {i} heads", value - after))
+        ways: list[Proposal] = [
+            lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces),
+            lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces, permute="keep"),
+        ]
+        b, fell, found = _improve(problem, key, a, b, element, ways)
+        falls.append((f"layer {i} heads", fell))
         notes += [f"layer {i}: {n}" for n in found]
-        value = after
     key = f"layers.{i}.neurons"
     if key in problem.groups:
         group_ = problem.groups[key]
         factor = problem.factor(f"layers.{i}.mlp.input")
         f_a, f_b = (neuron_features(w, i, p, factor) for p in (a, b))
-        proposals: list[Callable[[], tuple[Element, list[str]]]] = [lambda: (match_neurons(group_, f_a, f_b, spaces), [])]
+        proposals: list[Proposal] = [lambda: (match_neurons(group_, f_a, f_b, spaces), [])]
         if isinstance(group_, Monomial):
             proposals.append(lambda: (rescale(group_, f_a, f_b), []))
-        delta, b, after, _ = _improve(problem, key, a, b, value, proposals)
-        if delta is not None:
-            element[key] = group_.compose(element[key], delta)
-        falls.append((f"layer {i} neurons", value - after))
+        b, fell, _ = _improve(problem, key, a, b, element, proposals)
+        falls.append((f"layer {i} neurons", fell))
     return b, falls, notes
 
 
@@ -236,10 +246,14 @@ def _run(
         for done, index in enumerate(problem.blocks):
             if progress is not None:
                 progress(f"cycle {cycle + 1}", done, len(problem.blocks))
+            if problem.untouched(index):
+                # A tensor at a time: vocabularies are large.
+                total += sum(_squared_gap(problem.reference[name], problem.other[name]) for name in _block(problem.architecture, index))
+                continue
             a: Parameters = problem.a(index)
             b: Parameters = problem.b(index, element)
-            total += problem.distance(a, b)
-            size += sum(float(x.square().sum()) for x in a.values())
+            total += problem.distance(a, b, a)
+            size += sum(float(torch.linalg.vector_norm(x)) ** 2 for x in a.values()) if moves_stream else 0.0
             if index is not None and index in layers:
                 b, gained, found = _match_layer(problem, index, a, b, solvers, spaces, element)
                 falls += gained
@@ -257,7 +271,7 @@ def _run(
         group = problem.groups["stream"]
         delta, fell = products.solve(group)
         if fell > -1e-13 * size:  # to rounding; close to an exact fit the last digits are gained so
-            element["stream"] = group.compose(element["stream"], delta)
+            element["stream"] = group.compose(element["stream"], delta) if "stream" in element else delta
             total = max(0.0, total - fell)
         steps.append(Step("stream", min(total, steps[-1].objective)))
         if previous - started <= tolerance * started or started <= 1e-28 * size:
@@ -269,14 +283,13 @@ def _run(
 def _stream_starts(problem: _Problem) -> Iterator[tuple[str, Element]]:
     """Where to start the stream: from the ends of the model; from neurons, matched by what no rotation changes; and as it is."""
     group, width = problem.groups["stream"], problem.architecture.width
-    identity = {key: g.identity() for key, g in problem.groups.items()}
     products = StreamProducts.zero(width, group)
-    products.add(problem.working, problem.a(None), problem.b(None, identity))
+    products.add(problem.working, problem.a(None), problem.b(None, {}))
     yield "ends", products.solve(group)[0]
     neurons = [symmetry_group(problem.working).factors[f"layers.{i}.neurons"] for i in range(len(problem.architecture.layers))]
     if not any(isinstance(g, Wreath) for g in neurons):
         for i, own in enumerate(neurons):
-            _add_neurons(problem, i, own, problem.a(i), problem.b(i, identity), products)
+            _add_neurons(problem, i, own, problem.a(i), problem.b(i, {}), products)
         yield "neurons", products.solve(group)[0]
     yield "as it is", group.identity()
 
@@ -367,27 +380,27 @@ def match(
     if wrong:
         raise CosetError(f"layers: {wrong} of {len(architecture.layers)} layers do not exist; count from 0")
     problem.gauges()
-    element: dict[str, Element] = {key: g.identity() for key, g in problem.groups.items()}
-    start = sum(problem.distance(problem.a(i), problem.b(i, element)) for i in problem.blocks)
 
     def run(first: dict[str, Element], passes: int) -> tuple[dict[str, Element], list[Step], list[str]]:
         return _run(problem, first, spaces=spaces, layers=chosen, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress)
 
-    history = [Step("start", start)]
+    element: dict[str, Element] = {}
     if "stream" not in problem.groups:
         element, steps, notes = run(element, 1)
-        history += steps[1:]
+        history = steps
     else:
+        start = sum(problem.start(i) for i in problem.blocks)
         tried = []
         for name, g in _stream_starts(problem):
-            tried.append((name, *run({**element, "stream": g}, 1)))
+            tried.append((name, *run({"stream": g}, 1)))
             if tried[-1][2][-1].objective <= 1e-6 * start:
                 break  # the models are equivalent, or nearly so: no other start can matter
         name, element, steps, notes = min(tried, key=lambda t: t[2][-1].objective)
-        history.append(Step(f"first pass (stream started {name})", min(steps[-1].objective, start)))
+        history = [Step("start", start), Step(f"first pass (stream started {name})", min(steps[-1].objective, start))]
         if cycles > 1:
             element, steps, notes = run(element, cycles - 1)
             history += [Step(s.name, min(s.objective, history[-1].objective)) for s in steps[1:]]
+    element = {key: element[key] if key in element else g.identity() for key, g in problem.groups.items()}
     transform = Transform(architecture, element, problem.source, problem.target)
     return Match(transform, tuple(history), (*problem.notes, *notes))
 

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from coset.align.features import NeuronFeatures
 from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath, WreathElement, assignment
-from coset.groups.monomial import take
+from coset.groups.monomial import reorder
+
+_ROWS = 512
+"""Neurons of A that are compared at a time."""
 
 
 def solve_scales(alpha: Tensor, beta: Tensor, p: Tensor, q: Tensor, *, positive: bool) -> Tensor:
@@ -44,39 +47,52 @@ def solve_scales(alpha: Tensor, beta: Tensor, p: Tensor, q: Tensor, *, positive:
     return torch.where(alive, best * root, sign)
 
 
+def _lean(f: NeuronFeatures) -> Tensor:
+    """(‖covariant‖ / ‖dual‖)^½ of every neuron, or one for a dead neuron, [m]."""
+    sizes = [x.square().sum(-2) for x in (f.covariant, f.dual)]
+    fine = (sizes[0] > 0) & (sizes[1] > 0)
+    ones = torch.ones_like(sizes[0])
+    return torch.where(fine, (torch.where(fine, sizes[0], ones) / torch.where(fine, sizes[1], ones)).pow(0.25), ones)
+
+
+def _scores(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> Tensor:
+    """What A's neuron i gains from B's neuron j in the best sign and the balancing scale, [i, j]; made in blocks of rows: there may be many neurons."""
+    signs = isinstance(group, Monomial) and group.scales != "positive"
+    scaled = isinstance(group, Monomial) and group.scales != "sign"
+    n = a.dual.shape[-1]
+    out = torch.empty(n, n, dtype=a.dual.dtype, device=a.dual.device)
+    if scaled:
+        lean_a, lean_b = _lean(a), _lean(b)
+        covariant, dual = b.covariant / lean_b, b.dual * lean_b
+        size_covariant, size_dual = covariant.square().sum(-2), dual.square().sum(-2)
+    else:
+        covariant, dual = b.covariant, b.dual
+    for start in range(0, n, _ROWS):
+        rows = slice(start, start + _ROWS)
+        x, y = a.covariant[:, rows], a.dual[:, rows]
+        if scaled:
+            x, y = x * lean_a[rows], y / lean_a[rows]
+        block = torch.addmm(x.mT @ covariant, y.mT, dual)
+        if signs:
+            block.abs_()
+        if a.plain is not None and b.plain is not None:
+            block.addmm_(a.plain[:, rows].mT, b.plain)
+        if scaled:
+            c = lean_a[rows, None].square()
+            block.sub_((c * size_covariant + size_dual / c) / 2)
+        out[rows] = block
+    return out
+
+
 def _pair(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> tuple[Element, Tensor]:
     """The best element for plain (unbatched) MLPs, and the score it reaches (for comparing experts)."""
-    cov, dual = b.covariant.mT @ a.covariant, b.dual.mT @ a.dual
-    plain = torch.zeros_like(cov) if a.plain is None or b.plain is None else b.plain.mT @ a.plain
-    if isinstance(group, Permutation):
-        inner = cov + dual + plain
-        order = group.best(inner)
-        return order, inner[order, torch.arange(group.n)].sum()
-    assert isinstance(group, Monomial)
-    if group.scales == "sign":
-        signed = cov + dual
-        order = assignment((signed.abs() + plain).mT)
-        lanes = torch.arange(group.n)
-        sign = torch.where(signed[order, lanes] < 0, -1.0, 1.0).to(cov.dtype)
-        return MonomialElement(order, sign), (signed.abs() + plain)[order, lanes].sum()
-    positive = group.scales == "positive"
-    size_a = [x.square().sum(-2) for x in (a.covariant, a.dual)]
-    size_b = [x.square().sum(-2) for x in (b.covariant, b.dual)]
-
-    def lean(sizes: list[Tensor]) -> Tensor:
-        """(‖covariant‖ / ‖dual‖)^½, or one for a dead neuron."""
-        fine = (sizes[0] > 0) & (sizes[1] > 0)
-        ones = torch.ones_like(sizes[0])
-        return torch.where(fine, (torch.where(fine, sizes[0], ones) / torch.where(fine, sizes[1], ones)).pow(0.25), ones)
-
-    c = lean(size_a)[None, :] / lean(size_b)[:, None]
-    cross = cov * c + dual / c
-    cross = cross if positive else cross.abs()
-    score = cross + plain - (size_b[0][:, None] * c**2 + size_b[1][:, None] / c**2) / 2
-    order = assignment(score.mT)
-    lanes = torch.arange(group.n)
-    scale = solve_scales(cov[order, lanes], dual[order, lanes], size_b[0][order], size_b[1][order], positive=positive)
-    return MonomialElement(order, scale), score[order, lanes].sum()
+    score = _scores(group, a, b)
+    order = assignment(score)
+    reached = score[torch.arange(len(order)), order].sum()
+    if not isinstance(group, Monomial):
+        return order, reached
+    found = NeuronFeatures(reorder(b.covariant, order), reorder(b.dual, order), None, None)
+    return MonomialElement(order, rescale(group, a, found).scale), reached
 
 
 def rescale(group: Monomial, a: NeuronFeatures, b: NeuronFeatures) -> MonomialElement:
@@ -141,4 +157,4 @@ def order_by_invariants(a: Tensor, b: Tensor) -> Tensor:
     return assignment(-torch.cdist(a * weight, b * weight).square())
 
 
-__all__ = ["invariants", "match_neurons", "order_by_invariants", "rescale", "solve_scales", "take"]
+__all__ = ["invariants", "match_neurons", "order_by_invariants", "rescale", "solve_scales"]

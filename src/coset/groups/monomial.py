@@ -71,8 +71,18 @@ def is_order(order: Any, n: int, classes: tuple[int, ...] | None = None) -> bool
     return classes is None or bool((torch.tensor(classes, device=order.device)[order] == torch.tensor(classes, device=order.device)).all())
 
 
+def reorder(x: Tensor, order: Tensor, axis: int = -1) -> Tensor:
+    """Move slice ``order[i]`` of an axis to place i, for order [n]. The result keeps the memory order of x: to transpose large tensors costs more."""
+    axis %= x.ndim
+    layout = sorted(range(x.ndim), key=lambda i: -x.stride(i))
+    moved = torch.index_select(x.permute(layout), layout.index(axis), order)
+    return moved.permute(sorted(range(x.ndim), key=layout.__getitem__))
+
+
 def take(x: Tensor, order: Tensor) -> Tensor:
     """Reorder the last axis of x [*batch, ..., n] by order [*batch, n]."""
+    if order.ndim == 1:
+        return reorder(x, order)
     index = order.reshape(*order.shape[:-1], *(1,) * (x.ndim - order.ndim), order.shape[-1])
     return torch.gather(x, -1, index.expand(x.shape))
 
