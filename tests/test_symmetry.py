@@ -194,6 +194,16 @@ def test_every_entry_says_why() -> None:
         assert all(e.why and e.dimension >= 0 for e in entries)
 
 
+def test_a_router_that_picks_one_forgets_its_scale() -> None:
+    def router(active: int) -> int:
+        layer = Layer(_attention(), Experts(5, active, MLP(7)), Norm("rms"), Norm("rms"))
+        account = symmetry(Architecture(30, (layer,), Tokens(41), LanguageModel()))
+        return next(s.dimension for s in account.shifts if "router" in s.space)
+
+    assert router(2) == 30
+    assert router(1) == 31
+
+
 def test_headlines_tell_encodings_apart() -> None:
     flags = {"layers": 1, "width": 40, "heads": 4}
     said = {pe: headline(uniform(pe=pe, **flags)) for pe in ("none", "sinusoidal", "learned", "rope", "alibi", "t5")}

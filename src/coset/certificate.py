@@ -165,7 +165,8 @@ def _separated(frequencies: tuple[tuple[float, ...], ...]) -> tuple[tuple[float,
 def _tiny_mlp(mlp: MLP | Experts, width: int, shrunk: int) -> MLP | Experts:
     if isinstance(mlp, Experts):
         count = min(mlp.count, 3)
-        active = count if mlp.active == mlp.count else min(mlp.active, 2)
+        # Two are active at least: how strongly one chosen expert was preferred leaves no trace near the point.
+        active = count if mlp.active == mlp.count else min(2, count)
         return Experts(count, active, cast(MLP, _tiny_mlp(mlp.mlp, width, shrunk)))
     if mlp.width <= _SMALL_WIDTH and width == shrunk:
         return mlp
@@ -413,28 +414,40 @@ def _switches(instance: Architecture) -> bool:
 
 
 def _generic_point(instance: Architecture, seed: int, draws: int = 200, least: float = 0.15) -> dict[str, Tensor]:
-    """Random parameters; with ReLU, a draw whose every neuron is on for at least a share `least` of positions, and off for as many."""
-    relu = any((layer.mlp.mlp if isinstance(layer.mlp, Experts) else layer.mlp).activation == "relu" for layer in instance.layers)
-    best: tuple[float, dict[str, Tensor]] | None = None
+    """Random parameters; ReLU neurons are drawn again, one by one, until each is on for a share `least` of positions, and off for as many."""
+    parameters = initialise(instance, seed=seed * draws, dtype=torch.float64, generic=True)
+    relu = {f"layers.{i}.mlp" for i, layer in enumerate(instance.layers) if _inner(layer.mlp).activation == "relu"}
+    if not relu:
+        return parameters
     length = None if isinstance(instance.inputs, Patches) else _reach(instance)
-    for draw in range(draws if relu else 1):
-        parameters = initialise(instance, seed=seed * draws + draw, dtype=torch.float64, generic=True)
-        if not relu:
-            return parameters
-        balance: list[float] = []
+    inputs = random_inputs(instance, 16, length=length, seed=seed, dtype=torch.float64)
+    for draw in range(1, draws):
+        poor: dict[str, Tensor] = {}
 
-        def tap(site: str, value: Tensor, balance: list[float] = balance) -> None:
-            if site.endswith("mlp.hidden"):
-                on = (value != 0).flatten(0, -2).double().mean(0)
-                balance.append(float(torch.minimum(on, 1 - on).min()))
+        def tap(site: str, value: Tensor, poor: dict[str, Tensor] = poor) -> None:
+            place = site.removesuffix(".hidden")
+            if place in relu:
+                on = (value != 0).flatten(0, 1).double().mean(0)
+                poor[place] = torch.minimum(on, 1 - on) < least
 
-        forward(instance, parameters, random_inputs(instance, 16, length=length, seed=seed, dtype=torch.float64), tap=tap)
-        if best is None or min(balance) > best[0]:
-            best = (min(balance), parameters)
-        if best[0] >= least:
+        forward(instance, parameters, inputs, tap=tap)
+        if not any(bool(p.any()) for p in poor.values()):
             break
-    assert best is not None
-    return best[1]
+        fresh = initialise(instance, seed=seed * draws + draw, dtype=torch.float64, generic=True)
+        for place, again in poor.items():
+            # The first layer with a poor neuron only: the layers behind it see other inputs afterwards.
+            if bool(again.any()):
+                for name in (f"{place}.up", f"{place}.gate"):
+                    if name in parameters:
+                        parameters[name] = torch.where(again.unsqueeze(-2), fresh[name], parameters[name])
+                    if f"{name}_bias" in parameters:
+                        parameters[f"{name}_bias"] = torch.where(again, fresh[f"{name}_bias"], parameters[f"{name}_bias"])
+                break
+    return parameters
+
+
+def _inner(mlp: MLP | Experts) -> MLP:
+    return mlp.mlp if isinstance(mlp, Experts) else mlp
 
 
 def _differentiate(function: Callable[[Parameters], Tensor], parameters: Parameters) -> _Jacobian:

@@ -33,10 +33,10 @@ from coset.architecture import Architecture, Experts, LearnedPositions, Relative
 from coset.degeneracy import degeneracies
 from coset.errors import CosetError
 from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Orthogonal, Wreath, WreathElement
-from coset.normal_form import fold, folded_architecture
-from coset.parameters import Parameters, check, count, tensors
+from coset.normal_form import fold, folded_architecture, read_gauge
+from coset.parameters import Parameters, TensorSpec, check, count, tensors
 from coset.symmetry import group as symmetry_group
-from coset.transform import SPACES, Transform, act
+from coset.transform import SPACES, Transform, act, gauge_names
 from coset.transformer import forward, random_inputs
 
 Verdict = Literal["identical", "equivalent", "equivalent up to rounding", "different", "undecided"]
@@ -50,11 +50,13 @@ SPREAD = 5.0
 OUTPUT_FACTOR = 12.0
 """Largest difference of the outputs, in multiples of what one random rounding does to them."""
 
-_SAMPLES = 3
 _SPREAD_OUT = 0.03
+_LARGE = 10_000_000
+_ROWS = 4096
 _FLOOR = 2.0**-40
 _VISIBLE = 0.02
 _INNER = ("heads", "qk", "vo", "neurons", "experts")
+_UNGAUGED = tuple(s for s in SPACES if s not in ("gains", "stream"))
 
 
 # --- the two models -------------------------------------------------------------------------------------------------
@@ -66,16 +68,22 @@ class Side:
 
     parameters: Parameters
     dtypes: Mapping[str, torch.dtype]
+    specs: Mapping[str, TensorSpec]
 
     @staticmethod
-    def of(parameters: Parameters) -> Side:
+    def of(architecture: Architecture, parameters: Parameters) -> Side:
         """Tensors that are stored as they are."""
-        return Side(parameters, {name: x.dtype for name, x in parameters.items()})
+        specs = tensors(architecture)
+        return Side(parameters, {name: parameters[name].dtype for name in specs}, specs)
 
     @property
     def coarse(self) -> bool:
         """Whether some tensor is stored in less than float32."""
         return any(torch.finfo(d).eps > torch.finfo(torch.float32).eps for d in self.dtypes.values())
+
+    def rows(self, ids: Tensor) -> Side:
+        """The same model over some of its vocabulary."""
+        return Side(_Rows(self.parameters, {n: spec.axis("vocabulary") for n, spec in self.specs.items()}, ids), self.dtypes, self.specs)
 
     def rounded(self, name: str, seed: int) -> Tensor:
         """The tensor in float64 after one more random rounding at its stored precision: each entry moves by up to half a unit in the last place."""
@@ -107,6 +115,23 @@ class _Lazy(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.specs)
+
+
+class _Rows(Mapping[str, Tensor]):
+    """Some rows of every tensor that has a vocabulary axis; the others whole."""
+
+    def __init__(self, parameters: Parameters, axes: Mapping[str, int | None], ids: Tensor):
+        self.parameters, self.axes, self.ids = parameters, axes, ids
+
+    def __getitem__(self, name: str) -> Tensor:
+        axis = self.axes[name]
+        return self.parameters[name] if axis is None else torch.index_select(self.parameters[name], axis, self.ids)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
 
 
 class _Rounded(Mapping[str, Tensor]):
@@ -250,29 +275,101 @@ def residuals(
 def _block_residuals(
     pair: _Pair, element: Mapping[str, Element], back: Mapping[str, Element], index: int | None, seed: int
 ) -> Iterator[Residual]:
-    normal = [pair.normal(side.parameters, index) for side in (pair.a, pair.b)]
+    large = _large(pair.architecture) if index is None else None
+    sampled = pair if large is None else dataclasses.replace(pair, a=pair.a.rows(large), b=pair.b.rows(large))
+    normal = [sampled.normal(side.parameters, index) for side in (sampled.a, sampled.b)]
     gaps = _gaps(pair, element, back, *normal)
     square = [{name: torch.zeros_like(x) for name, x in gap.items()} for gap in gaps]
-    for sample in range(_SAMPLES):
-        rounded = [pair.normal(_Rounded(side, 2 * (seed * _SAMPLES + sample) + i), index) for i, side in enumerate((pair.a, pair.b))]
+    samples = 1 if count(pair.architecture) > _LARGE else 3
+    for sample in range(samples):
+        rounded = [sampled.normal(_Rounded(side, 2 * (seed * 3 + sample) + i), index) for i, side in enumerate((sampled.a, sampled.b))]
         for total, gap, other in zip(square, gaps, _gaps(pair, element, back, *rounded), strict=True):
             for name, x in total.items():
-                x += (other[name] - gap[name]).square_()
+                x += (other[name] - gap[name]).square_() / samples
+        del rounded
+    variances = [{name: _smoothed(x, tensors(pair.folded)[name].axis("stream") or 0) for name, x in total.items()} for total in square]
+    whole = normal if large is None else [pair.normal(side.parameters, index) for side in (pair.a, pair.b)]
     for name, spec in tensors(pair.folded).items():
-        if spec.layer != index:
-            continue
-        axis = spec.axis("stream") or 0
-        size = max(float(x[name].norm()) for x in normal)
-        for side in (pair.a, pair.b):
-            size = max(size, float(side.parameters[name].norm())) if name in side.dtypes else size
-        peak = spread = noise = 0.0
-        for own, gap, total, unit in zip(reversed(normal), gaps, square, (_unit(pair.b, name), _unit(pair.a, name)), strict=True):
-            variance = _smoothed(total[name] / _SAMPLES, axis) + (own[name] * unit).square() / 3
-            z = torch.where(gap[name] == 0, 0.0, gap[name].square() / variance)
-            peak, spread = max(peak, float(z.max()) ** 0.5), max(spread, float(z.mean()))
-            noise = max(noise, float(variance.mean()) ** 0.5 * math.sqrt(variance.numel()) / size if size else 0.0)
-        relative = float(gaps[0][name].norm()) / size if size else 0.0
-        yield Residual(name, spec.layer, relative, peak, spread, noise, gaps[0][name].numel())
+        if spec.layer == index:
+            axis = spec.axis("vocabulary")
+            tested = _Tested()
+            if large is None or axis is None:
+                for own, gap, variance, side in zip(reversed(normal), gaps, variances, (pair.b, pair.a), strict=True):
+                    tested.add(gap[name], variance[name], own[name] * _unit(side, name), moved=side is pair.b)
+            else:
+                models = (variances[0][name], variances[1][name]), (normal[1][name], normal[0][name])
+                _test_rows(tested, pair, element, back, name, axis, whole, *models)
+            size = max(float(torch.linalg.vector_norm(x[name])) for x in whole)
+            yield tested.result(name, spec.layer, max(size, _raw_size(pair, name)))
+
+
+@dataclass
+class _Tested:
+    """What is accumulated over the pieces of a tensor, in both bases."""
+
+    peak: float = 0.0
+    total: tuple[float, float] = (0.0, 0.0)
+    noise: tuple[float, float] = (0.0, 0.0)
+    square: float = 0.0
+    entries: int = 0
+
+    def add(self, gap: Tensor, variance: Tensor, unit: Tensor, *, moved: bool) -> None:
+        """One piece: its residual, the variance model, and half a unit in the last place of the model in whose basis it is; `moved` is B's."""
+        variance = variance + unit.square() / 3
+        square = gap.square()
+        z = torch.where(gap == 0, 0.0, square / variance)
+        self.peak = max(self.peak, float(z.max()) ** 0.5)
+        at = 0 if moved else 1
+        self.total = tuple(t + float(z.sum()) * (k == at) for k, t in enumerate(self.total))  # type: ignore[assignment]
+        self.noise = tuple(t + float(variance.sum()) * (k == at) for k, t in enumerate(self.noise))  # type: ignore[assignment]
+        if moved:
+            self.square += float(square.sum())
+            self.entries += gap.numel()
+
+    def result(self, name: str, layer: int | None, size: float) -> Residual:
+        """The residual of the whole tensor, of Frobenius norm `size`."""
+        spread = max(self.total) / self.entries
+        relative, noise = (math.sqrt(x) / size if size else 0.0 for x in (self.square, max(self.noise)))
+        return Residual(name, layer, relative, self.peak, spread, noise, self.entries)
+
+
+def _raw_size(pair: _Pair, name: str) -> float:
+    """Norm of the tensor as it is stored, where it is one: what is folded away may leave next to nothing."""
+    return max((float(torch.linalg.vector_norm(s.parameters[name])) for s in (pair.a, pair.b) if name in s.dtypes), default=0.0)
+
+
+def _test_rows(
+    tested: _Tested,
+    pair: _Pair,
+    element: Mapping[str, Element],
+    back: Mapping[str, Element],
+    name: str,
+    axis: int,
+    whole: list[dict[str, Tensor]],
+    variances: tuple[Tensor, Tensor],
+    sampled: tuple[Tensor, Tensor],
+) -> None:
+    """Test a tensor with a large vocabulary piece by piece; noise was sampled on some of its rows, and grows with the size of a row."""
+    a, b = whole[0][name], whole[1][name]
+    for start in range(0, a.shape[axis], _ROWS):
+        piece = [x.narrow(axis, start, min(_ROWS, x.shape[axis] - start)) for x in (a, b)]
+        there = act(pair.folded, element, {name: piece[0]})[name] - piece[1]
+        here = act(pair.folded, back, {name: piece[1]})[name] - piece[0]
+        for gap, own, variance, some, side in zip((there, here), (piece[1], piece[0]), variances, sampled, (pair.b, pair.a), strict=True):
+            columns = variance.mean(axis, keepdim=True)
+            if own.ndim > 1:
+                other = 1 - axis
+                rows = own.square().sum(other, keepdim=True) / some.square().sum(other).mean().clamp_min(torch.finfo(own.dtype).tiny)
+                columns = columns * rows + _SPREAD_OUT * columns.mean()
+            tested.add(gap, columns.expand_as(gap), own * _unit(side, name), moved=side is pair.b)
+
+
+def _large(architecture: Architecture) -> Tensor | None:
+    """Some ids of a large vocabulary, on which noise is sampled; None for a small one."""
+    inputs = architecture.inputs
+    if not isinstance(inputs, Tokens) or inputs.vocabulary <= 2 * _ROWS:
+        return None
+    return torch.randperm(inputs.vocabulary, generator=torch.Generator().manual_seed(0))[: _ROWS // 2]
 
 
 def _unit(side: Side, name: str) -> float:
@@ -376,7 +473,7 @@ def _apart(x: Tensor, y: Tensor) -> Tensor:
 def _sizes(architecture: Architecture) -> tuple[int, int]:
     """Samples and length of the inputs: far into the context for small models, an affordable way for large ones."""
     longest = architecture.length or 512
-    if count(architecture) > 10_000_000:
+    if count(architecture) > _LARGE:
         return 1, min(longest, 512)
     return 2, min(longest, 512)
 
@@ -525,7 +622,7 @@ class Comparison:
 
     def summary(self) -> str:
         """The evidence in a few lines."""
-        lines = [self.verdict]
+        lines: list[str] = [self.verdict]
         if self.residual is not None:
             lines.append(f"largest residual {self.residual.relative:.3g} (relative Frobenius norm) in {self.residual.tensor}")
         if self.outputs is not None:
@@ -602,7 +699,8 @@ def compare(
     """
     check(architecture, a, "a")
     check(architecture, b, "b")
-    return compare_sides(_with_outputs(architecture, outputs), Side.of(a), Side.of(b), length=length, seed=seed, progress=progress)
+    chosen = _with_outputs(architecture, outputs)
+    return compare_sides(chosen, Side.of(chosen, a), Side.of(chosen, b), length=length, seed=seed, progress=progress)
 
 
 def compare_sides(
@@ -626,11 +724,12 @@ def compare_sides(
         return Comparison("identical")
     usual = _sizes(architecture)
     probe = _Probe.random(architecture, usual[0], length or usual[1], seed)
-    found, reasons = _search(architecture, a, b, pinned, seed, progress)
     out = _outputs(probe, a, b, seed)
     if progress is not None:
         progress("outputs", 1, 1)
-    agree = "equivalent up to rounding" if a.coarse or b.coarse else "equivalent"
+    search = _Search(architecture, a, b, pinned, seed, progress)
+    reasons: list[str] = search.reasons
+    agree: Verdict = "equivalent up to rounding" if a.coarse or b.coarse else "equivalent"
 
     def settled(verdict: Verdict, by: _Found | None, first: tuple[int | None, str] | None = None) -> Comparison:
         kept = by.transform if by is not None and verdict != "different" else None
@@ -645,21 +744,24 @@ def compare_sides(
             {} if by is None else _limits(by.residuals),
         )
 
-    if found is not None and found.exact and not out.significant:
-        return settled(agree, found)
     if out.significant:
-        return settled("different", found, None if found is None else _first_difference(found, seed))
-    # From here on the outputs agree, but no exact element is known.
+        found = search.from_the_ends() or search.matched()
+        return settled("different", found, None if found is None else _first_difference(found))
+    # One pass settles most cases. The outputs agree, so an element that is not exact was not searched for well enough, or does not exist.
+    for cycles in (1, 100):
+        found = search.matched(cycles)
+        if found is not None and found.exact:
+            return settled(agree, found)
     reasons += _spots(architecture, a, b, None if found is None else found.pair)
     if found is None:
         return settled("undecided", None)
-    again = _from_the_ends(found.pair, seed)
+    again = search.from_the_ends()
     if again is not None and again.exact:
         return settled(agree, again)
     kind = _hidden(probe, found, out)
     if kind == "small" and not reasons:
-        return settled("different", found, _first_difference(found, seed, again))
-    reasons += [_WHY[kind]]
+        return settled("different", found, _first_difference(again or found))
+    reasons.append(_WHY[kind])
     return settled("undecided", found)
 
 
@@ -670,20 +772,68 @@ _WHY = {
 }
 
 
-def _search(
-    architecture: Architecture, a: Side, b: Side, pinned: tuple[str, ...], seed: int, progress: Progress | None
-) -> tuple[_Found | None, list[str]]:
-    """The element that alignment finds, with its residuals; with fewer spaces where the gauge of a model cannot be folded."""
-    reasons: list[str] = []
-    for spaces in (SPACES, tuple(s for s in SPACES if s not in ("gains", "stream"))):
+@dataclass
+class _Search:
+    """The search for an element between two models, and why it was narrowed."""
+
+    architecture: Architecture
+    a: Side
+    b: Side
+    pinned: tuple[str, ...]
+    seed: int
+    progress: Progress | None
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+    def _step(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress("residuals", done, total)
+
+    def matched(self, cycles: int = 100) -> _Found | None:
+        """By alignment of the whole model; with fewer spaces where the gauge of a model cannot be folded."""
+        for spaces in (SPACES, _UNGAUGED):
+            try:
+                transform = match(
+                    self.architecture,
+                    self.b.parameters,
+                    self.a.parameters,
+                    spaces=spaces,
+                    cycles=cycles,
+                    pinned=self.pinned,
+                    progress=self.progress,
+                ).transform
+                pair = _Pair(self.architecture, self.a, self.b, tuple(transform.target))
+                return _Found(pair, transform, residuals(pair, transform.element, self.seed, self._step))
+            except CosetError as error:
+                self._narrowed(error)
+        return None
+
+    def from_the_ends(self) -> _Found | None:
+        """Layer by layer, with the stream taken from the input tables alone, so that no layer can spoil those in front of it.
+
+        None where the tables do not determine the stream, or a gauge cannot be folded.
+        """
+        pair = _Pair(self.architecture, self.a, self.b, gauge_names(self.architecture, SPACES, self.pinned))
+        start: dict[str, Element] = {}
         try:
-            transform = match(architecture, b.parameters, a.parameters, spaces=spaces, pinned=pinned, progress=progress).transform
-            pair = _Pair(architecture, a, b, tuple(transform.target))
-            step = None if progress is None else lambda done, total: progress("residuals", done, total)
-            return _Found(pair, transform, residuals(pair, transform.element, seed, step)), reasons
+            if "stream" in pair.groups:
+                g = _stream_of_inputs(pair)
+                if g is None:
+                    return None
+                start["stream"] = g
+            other, reference = pair.lazy(pair.a.parameters, start), pair.lazy(pair.b.parameters)
+            inner = match(pair.folded, reference, other, spaces=_INNER, progress=self.progress).transform.element
+            element = _refitted(pair, {**start, **inner})
+            source, target = (read_gauge(self.architecture, side.parameters, pair.names) for side in (self.a, self.b))
+            transform = Transform(self.architecture, element, source, target)
+            return _Found(pair, transform, residuals(pair, element, self.seed, self._step))
         except CosetError as error:
-            reasons.append(f"degenerate gauge: {error}")
-    return None, reasons
+            self._narrowed(error)
+            return None
+
+    def _narrowed(self, error: CosetError) -> None:
+        reason = f"degenerate gauge: {error}"
+        if reason not in self.reasons:
+            self.reasons.append(reason)
 
 
 def _spots(architecture: Architecture, a: Side, b: Side, pair: _Pair | None) -> list[str]:
@@ -692,17 +842,10 @@ def _spots(architecture: Architecture, a: Side, b: Side, pair: _Pair | None) -> 
         return list(degeneracies(architecture, _Doubled(b.parameters), 20 * eps))
     found = list(degeneracies(pair.folded, pair.lazy(b.parameters), 20 * eps))
     for side in (a, b):
-        _, _, gauge = zip(*[("", "", _gauge(pair, side, index)) for index in (None, *range(len(architecture.layers)))], strict=True)
-        for values in gauge:
-            for name, value in values.items():
-                if name.endswith("norm.gain") and bool((value == 0).any()):
-                    found.append(f"{name} is zero on {int((value == 0).sum())} lanes: what is read there is invisible")
+        for name, value in read_gauge(architecture, side.parameters, pair.names).items():
+            if name.endswith("norm.gain") and bool((value == 0).any()):
+                found.append(f"{name} is zero on {int((value == 0).sum())} lanes: what is read there is invisible")
     return found
-
-
-def _gauge(pair: _Pair, side: Side, index: int | None) -> Mapping[str, Tensor]:
-    own = {n: side.parameters[n].to(torch.float64) for n, spec in tensors(pair.architecture).items() if spec.layer == index}
-    return fold(pair.architecture, own, pair.names)[2]
 
 
 def _limits(found: list[Residual]) -> dict[str, float]:
@@ -768,25 +911,6 @@ def _stream_of_inputs(pair: _Pair) -> Element | None:
     return products.solve(group)[0]
 
 
-def _from_the_ends(pair: _Pair, seed: int) -> _Found | None:
-    """An element found layer by layer, with the stream taken from the input tables alone; None where those do not determine it."""
-    groups = pair.groups
-    start: dict[str, Element] = {}
-    if "stream" in groups:
-        g = _stream_of_inputs(pair)
-        if g is None:
-            return None
-        start["stream"] = g
-    other, reference = pair.lazy(pair.a.parameters, start), pair.lazy(pair.b.parameters)
-    found = match(pair.folded, reference, other, spaces=_INNER)
-    element = _refitted(pair, {**start, **found.transform.element})
-    source, target = ({}, {})
-    for index in (None, *range(len(pair.architecture.layers))):
-        source |= _gauge(pair, pair.a, index)
-        target |= _gauge(pair, pair.b, index)
-    return _Found(pair, Transform(pair.architecture, element, source, target), residuals(pair, element, seed))
-
-
 def _refitted(pair: _Pair, element: Mapping[str, Element]) -> dict[str, Element]:
     """The element with bases inside heads and scales of neurons solved once more as linear equations, which do not mind factors that vanish."""
     out = dict(element)
@@ -815,22 +939,14 @@ def _refitted(pair: _Pair, element: Mapping[str, Element]) -> dict[str, Element]
     return out
 
 
-def _first_difference(found: _Found, seed: int, again: _Found | None = None) -> tuple[int | None, str] | None:
-    """The first tensor in forward order whose residual rounding does not explain.
-
-    With the element of the whole model a difference in one layer tilts the stream a little for all; with the stream from the input tables
-    alone, layers in front of the first difference come out exact.
-    """
-    best = again if again is not None else _from_the_ends(found.pair, seed)
-    for candidate in (best, found):
-        if candidate is not None:
-            parted = [r for r in candidate.residuals if r.significant]
-            # A head or neuron that is matched across a difference spreads it over its layer: name the largest in the first layer.
-            if parted:
-                layer = parted[0].layer
-                worst = max((r for r in parted if r.layer == layer), key=lambda r: r.peak)
-                return layer, worst.tensor
-    return None
+def _first_difference(found: _Found) -> tuple[int | None, str] | None:
+    """The first layer, in forward order, with a residual that rounding does not explain, and the clearest such tensor in it."""
+    parted = [r for r in found.residuals if r.significant]
+    if not parted:
+        return None
+    # A head or neuron that is matched across a difference spreads it over its layer.
+    worst = max((r for r in parted if r.layer == parted[0].layer), key=lambda r: r.peak)
+    return worst.layer, worst.tensor
 
 
 def _hidden(probe: _Probe, found: _Found, out: Outputs) -> Literal["small", "invisible", "large"]:

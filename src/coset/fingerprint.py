@@ -66,7 +66,10 @@ class Fingerprint:
     values: tuple[float, ...]
 
     def distance(self, other: Fingerprint) -> float:
-        """Root mean square relative difference of the invariants: about the roundoff for equivalent models, whatever their hashes; infinite if sizes differ."""
+        """Root mean square relative difference of the invariants: for equivalent models of the size of the roundoff, whatever their hashes.
+
+        Infinite if the two have other sizes.
+        """
         if len(self.values) != len(other.values):
             return math.inf
         gap = torch.tensor(self.values, dtype=torch.float64) - torch.tensor(other.values, dtype=torch.float64)

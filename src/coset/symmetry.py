@@ -607,7 +607,8 @@ def _unread_positions(architecture: Architecture) -> int:
 
 def _input_centred(architecture: Architecture) -> bool:
     """Whether everything that reads the input removes its mean."""
-    return architecture.embedding_norm.kind == "layer" or bool(removes_mean(architecture))
+    first = architecture.embedding_norm.kind
+    return first == "layer" or (first == "none" and bool(removes_mean(architecture)))
 
 
 def _table_turns(architecture: Architecture) -> Iterator[Entry]:
@@ -738,6 +739,28 @@ def _post_norm(architecture: Architecture) -> Iterator[Entry]:
         yield Entry("joint flow", "R", 1, 1, "a turn before the first norm, new gains, and behind them again a turn and a scale, modulo 1")
 
 
+def _embedding_norm(architecture: Architecture) -> Iterator[Entry]:
+    """What a norm of the input leaves free beyond its scale."""
+    norm, inputs = architecture.embedding_norm, architecture.inputs
+    if norm.kind == "none" or architecture.tied or _fixed_table(architecture):
+        return
+    if isinstance(inputs, Tokens) and not inputs.types and isinstance(architecture.positions, NoPositions):
+        free = inputs.vocabulary - 1
+        yield Entry(
+            "token scales",
+            f"R^{free}",
+            1,
+            free,
+            "a norm that reads single tokens undoes the scale of each",
+        )
+    behind = [foldable or not n.has_gain for n, foldable in _stream_norms(architecture) if n is not norm]
+    movable = all(behind) and not isinstance(architecture.outputs, StreamOutput)
+    if norm.kind == "layer" and norm.has_gain and removes_mean(architecture) and movable:
+        yield Entry(
+            "joint flow", "R", 1, 1, "a turn before the embedding norm, new gains, and behind them again a turn and a scale, modulo 1"
+        )
+
+
 def _output_shifts(architecture: Architecture) -> Iterator[Entry]:
     """Softmax outputs forget a uniform shift of the logits."""
     if not architecture.probabilities or not isinstance(architecture.outputs, LanguageModel | Classifier):
@@ -757,7 +780,11 @@ def _router_shifts(architecture: Architecture) -> Iterator[Entry]:
         if isinstance(layer.mlp, Experts):
             norm = layer.mlp_norm or layer.attention_norm
             size = architecture.width - (norm.kind == "layer" and not norm.has_bias)
-            yield Entry(f"layers.{i} router", f"R^{size}", 1, size, "softmax over the experts forgets a uniform shift")
+            why = "softmax over the experts forgets a uniform shift"
+            if layer.mlp.active == 1:
+                size += 1
+                why += ", and the choice of one expert forgets the scale too"
+            yield Entry(f"layers.{i} router", f"R^{size}", 1, size, why)
 
 
 def _notes(architecture: Architecture, scale: int) -> Iterator[str]:
@@ -800,7 +827,17 @@ def symmetry(architecture: Architecture) -> Symmetry:
         name = positive if name == "1" else f"{name} × {positive}"
     final = _last_norm(architecture)
     foldable = final.has_gain and not architecture.tied and not isinstance(architecture.outputs, StreamOutput)
-    rules = (_written_biases, _post_norm, _table_turns, _writer_shifts, _tied_shift, _reader_shifts, _router_shifts, _output_shifts)
+    rules = (
+        _written_biases,
+        _embedding_norm,
+        _post_norm,
+        _table_turns,
+        _writer_shifts,
+        _tied_shift,
+        _reader_shifts,
+        _router_shifts,
+        _output_shifts,
+    )
     shifts = tuple(entry for rule in rules for entry in rule(architecture))
     return Symmetry(
         architecture=architecture,

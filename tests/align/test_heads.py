@@ -195,3 +195,15 @@ def test_an_order_that_changes_nothing_is_an_identity() -> None:
     assert isinstance(found, WreathElement)
     assert all(torch.allclose(x, y) for x, y in zip(wreath.leaves(found).values(), wreath.leaves(identity).values(), strict=True))
     assert distance(act(architecture, {"layers.0.heads": found}, p), p) <= 1e-13
+
+
+def test_an_order_that_would_raise_the_distance_is_not_taken() -> None:
+    # Alone, the right order may lie further away: the bases inside the heads do not agree.
+    architecture = flags("rope", "none", "none", 3, None, "gelu", False)
+    p, refused = model(architecture), 0
+    for seed in range(6):
+        q = random_transform(architecture, p, spaces=("heads", "qk", "vo"), seed=seed)(p)
+        found = align(architecture, p, q, spaces=("heads",))
+        assert distance(found.parameters, p) <= distance(q, p) * (1 + 1e-12)
+        refused += distance(found.parameters, q) == 0.0
+    assert refused

@@ -139,3 +139,21 @@ def test_a_dead_neuron_stays_harmless(mlp: str) -> None:
     assert all(bool(torch.isfinite(x).all()) for x in found.parameters.values())
     assert difference(function(architecture, found.parameters), function(architecture, p)) <= 1e-10
     assert difference(found.parameters["layers.0.attention.q"], p["layers.0.attention.q"]) <= 1e-8
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_neurons_of_a_layer_get_the_least_distance_of_all_orders(mlp: str) -> None:
+    gated = mlp == "swiglu"
+    architecture = of_layers(Layer(attention(), MLP(5, "silu" if gated else "gelu", gated, up_bias=True), RMS, RMS))
+    names = [f"layers.0.mlp.{n}" for n in ("up", "up_bias", "gate", "gate_bias")]
+    down = "layers.0.mlp.down"
+    for seed in range(4):
+        a, b = model(architecture, seed), model(architecture, 50 + seed)
+
+        def reordered(order: tuple[int, ...], b: dict[str, Tensor] = b) -> dict[str, Tensor]:
+            index = torch.tensor(order)
+            return b | {n: b[n][..., index] for n in names if n in b} | {down: b[down][index]}
+
+        best = min(distance(reordered(o), a) for o in itertools.permutations(range(5)))
+        found = distance(align(architecture, a, b, spaces=("neurons",)).parameters, a)
+        assert found < best if gated else found == pytest.approx(best)

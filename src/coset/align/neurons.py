@@ -56,7 +56,7 @@ def _lean(f: NeuronFeatures) -> Tensor:
 
 
 def _scores(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> Tensor:
-    """What A's neuron i gains from B's neuron j in the best sign and the balancing scale, [i, j]; made in blocks of rows: there may be many neurons."""
+    """What A's neuron i gains from B's neuron j in the best sign and the balancing scale, [i, j]; a block of rows at a time."""
     signs = isinstance(group, Monomial) and group.scales != "positive"
     scaled = isinstance(group, Monomial) and group.scales != "sign"
     n = a.dual.shape[-1]

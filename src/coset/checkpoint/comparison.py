@@ -104,7 +104,7 @@ def compare(
     architecture = a.architecture if outputs is None else dataclasses.replace(a.architecture, probabilities=outputs == "probabilities")
     if _same_files(a, b):
         return Comparison("identical")
-    sides = [Side(Blocks(model), _dtypes(model)) for model in (a, b)]
+    sides = [Side(Blocks(model), _dtypes(model), model.table.specs) for model in (a, b)]
     pinned = tuple(dict.fromkeys((*a.pinned, *b.pinned)))
     found = compare_sides(architecture, *sides, pinned=pinned, length=length, seed=seed, progress=progress)
     found = _with_invariants(found, list(_invariant_differences(a, b)))

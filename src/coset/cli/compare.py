@@ -127,7 +127,14 @@ def fingerprint(checkpoint: Path, /, *, legacy: bool = False, common: Common = D
         table.add_column(name, justify="right")
     for i, layer in enumerate(found.layers):
         norms = [sum(x * x for x in layer[f"{part}_norms"]) ** 0.5 for part in ("qk", "vo")]
-        cells = (norms[0], layer["qk_largest"][-1], norms[1], layer["vo_largest"][-1], layer.get("neuron_read", 0.0), layer.get("neuron_write", 0.0))
+        cells = (
+            norms[0],
+            layer["qk_largest"][-1],
+            norms[1],
+            layer["vo_largest"][-1],
+            layer.get("neuron_read", 0.0),
+            layer.get("neuron_write", 0.0),
+        )
         table.add_row(str(i), *(f"{x:.5g}" for x in cells))
     show(table, *(f"{name}: {value:.6g}" for name, value in found.ends.items()))
     show(Text(found.hash, style="bold"), f"Stable for weights stored in {found.precision}.")
