@@ -23,14 +23,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from architecture_zoo import grid, model, special
-from near_misses import KINDS
-
 from coset.architecture import Architecture
 from coset.equivalence import Comparison, compare
 from coset.errors import CosetError
-from coset.fingerprint import fingerprint
+from coset.invariants import fingerprint
 from coset.parameters import tensors
 from coset.transform import SPACES, random_transform
+from near_misses import KINDS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUBTLE = ("one weight", "fine-tuned", "gain changed")

@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 import torch
 
-from coset.align.features import head_features
-from coset.align.heads import assign_heads, head_cost
+from coset.alignment.features import head_features
+from coset.alignment.heads import assign_heads, head_cost
 from coset.architecture import PE, Architecture, uniform
 from coset.groups import Wreath
-from coset.symmetry import group
+from coset.symmetries import group
 
 HEADS, WIDTH = 32, 4096
 LANES = WIDTH // HEADS

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from checkpoint import whole
 
 TEXT = """Symmetries of a network are changes of its weights that leave its outputs as they are. Two networks that were trained apart may
-differ by such a change, and only after it has been undone can their weights be compared, averaged, or told apart. In attention the change is a
+differ by such a change, and only after it has been undone can their weights be compared, averaged, or told apart. In attention the change
+is a
 new basis inside every head; a rotary encoding leaves of it only what commutes with its rotations."""
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coset.align.within_head import Grams, objective, solve_linear, solve_planes
+from coset.alignment.within_head import Grams, objective, solve_linear, solve_planes
 
 HEADS, PLANES, WIDTH = 32, 64, 4096
 LANES = 2 * PLANES

@@ -11,7 +11,7 @@ from torch import Tensor
 from coset.architecture import Architecture, Rotary
 from coset.groups import RotaryCommutant
 from coset.parameters import tensors
-from coset.symmetry import qk_group
+from coset.symmetries import qk_group
 from coset.transformer import forward, initialise, random_inputs
 
 Model = Mapping[str, Tensor]

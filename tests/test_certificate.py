@@ -32,7 +32,7 @@ from coset.architecture import (
 )
 from coset.certificate import MINIMAL_GAP, certify, nullity, plot_spectrum, tiny
 from coset.parameters import count
-from coset.symmetry import symmetry
+from coset.symmetries import symmetry
 
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "pe": {
@@ -127,7 +127,7 @@ def _parallel(shared: bool, **attention: Any) -> Architecture:
         dataclasses.replace(_parallel(True), inputs=Tokens(11, types=2), positions=LearnedPositions(9, offset=2)),
         dataclasses.replace(_parallel(True), outputs=StreamOutput()),
         dataclasses.replace(_parallel(True), embedding_norm=Norm("layer", bias=True), outputs=LanguageModel(tied=True)),
-        dataclasses.replace(_parallel(True), embedding_norm=Norm("layer"), inputs=Tokens(11, types=2)),
+        dataclasses.replace(_parallel(True), embedding_norm=Norm("layer"), positions=LearnedPositions(7)),
         dataclasses.replace(_parallel(True), positions=Sinusoidal(5)),
         dataclasses.replace(_parallel(True), causal=False, positions=Sinusoidal(9, stored=True)),
     ],
@@ -172,7 +172,7 @@ def _rms_layer(mlp: MLP | Experts, arrangement: Literal["pre", "output"] = "pre"
 @pytest.mark.parametrize(
     "architecture",
     [
-        _rms_layer(MLP(7, "silu", gated=True), "output", qk_norm="all"),
+        _rms_layer(MLP(7, "silu", gated=True), "output", qk_norm="all", heads=4),
         _rms_layer(Experts(3, 1, MLP(4, "relu"))),
         _rms_layer(MLP(7, "relu", gated=True), window=5),
         dataclasses.replace(_rms_layer(MLP(7), positions=RelativeBias()), causal=False),

@@ -21,7 +21,7 @@ from coset.cli.options import ArchitectureFlags
 from coset.cli.symmetry import layers_label, spaces
 from coset.errors import CosetError
 from coset.study import demo as study
-from coset.symmetry import symmetry
+from coset.symmetries import symmetry
 
 
 def words(flags: str) -> list[str]:

@@ -24,7 +24,7 @@ from coset.architecture import (
     uniform,
 )
 from coset.groups import GeneralLinear, Monomial, Orthogonal, Wreath
-from coset.symmetry import Symmetry, head_group, headline, qk_group, stream_group, symmetry
+from coset.symmetries import Symmetry, head_group, headline, qk_group, stream_group, symmetry
 
 SIZES = {"layers": 1, "width": 6, "heads": 2, "head_dim": 4, "mlp_width": 5, "vocab": 13}
 

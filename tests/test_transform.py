@@ -20,8 +20,8 @@ from coset.errors import CosetError
 from coset.groups import WreathElement
 from coset.normal_form import fold
 from coset.parameters import blocks, check
-from coset.symmetry import group
-from coset.transform import SPACES, Transform, act, gauge_names, random_transform
+from coset.symmetries import group
+from coset.transform import SPACES, Transform, gauge_names, move, random_transform
 
 SPECIAL = special()
 ZOO = SPECIAL | grid(126)
@@ -193,7 +193,7 @@ def test_a_general_orthogonal_map_of_queries_and_keys(pe: str, free: bool) -> No
     architecture = flags(pe, "rms", "qkv", 3, None, "gelu", False, layers=1)
     bare, p, _ = fold(architecture, model(architecture))
     element = heads_element(bare, orthogonal(3, 4))
-    changed = difference(function(bare, act(bare, element, p)), function(bare, p))
+    changed = difference(function(bare, move(bare, element, p)), function(bare, p))
     assert changed <= 1e-12 if free else changed > 0.01
     assert group(bare).factors["layers.0.heads"].belongs(element["layers.0.heads"]) == free
 
@@ -267,19 +267,19 @@ def test_a_rotated_stream_needs_folded_gains() -> None:
     bare, _, _ = fold(architecture, model(architecture))
     turn = group(bare).factors["stream"].random(torch.Generator().manual_seed(0))
     with pytest.raises(CosetError, match="fold the gains first"):
-        act(replace(bare, layers=architecture.layers), {"stream": turn}, model(replace(bare, layers=architecture.layers)))
+        move(replace(bare, layers=architecture.layers), {"stream": turn}, model(replace(bare, layers=architecture.layers)))
 
 
 def test_unknown_spaces_of_an_element_are_refused() -> None:
     architecture = flags("sinusoidal", "rms", "none", 3, None, "gelu", False, layers=1)
     with pytest.raises(CosetError, match="no space stream; it has layers"):
-        act(architecture, {"stream": torch.eye(10)}, model(architecture))
+        move(architecture, {"stream": torch.eye(10)}, model(architecture))
 
 
 def test_act_returns_what_it_does_not_touch() -> None:
     architecture = flags("rope", "rms", "none", 3, None, "gelu", False)
     bare, p, _ = fold(architecture, model(architecture))
-    out = act(
+    out = move(
         bare, {"layers.1.neurons": torch.randperm(7)}, {n: p[n] for n in ("layers.0.mlp.up", "layers.1.mlp.up", "layers.1.attention.q")}
     )
     assert list(out) == ["layers.0.mlp.up", "layers.1.attention.q", "layers.1.mlp.up"]

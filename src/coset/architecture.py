@@ -1,7 +1,7 @@
 """What a Transformer is: frozen descriptions that validate themselves.
 
 Nothing here holds weights. An :class:`Architecture` says which tensors exist (`coset.parameters`), what they compute
-(`coset.transformer`) and which changes of the weights leave that function alone (`coset.symmetry`).
+(`coset.transformer`) and which changes of the weights leave that function alone (`coset.symmetries`).
 
 Additive position tables belong to the input, so they are a field of the architecture. Relative encodings (rotary,
 ALiBi, bucketed bias) act inside attention, so they are a field of :class:`Attention`: layers may differ in them.

@@ -38,7 +38,7 @@ from coset.architecture import (
     Tokens,
 )
 from coset.parameters import Parameters
-from coset.symmetry import symmetry
+from coset.symmetries import symmetry
 from coset.transformer import attention, forward, initialise, random_inputs
 
 MINIMAL_GAP = 1e4
@@ -79,6 +79,8 @@ def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int
     width = architecture.width
     if width > _SMALL_WIDTH:
         width = max(6, *(max(a.head_dim, a.value_dim) + 2 for a in attentions))
+        if any(a.qk_norm == "all" and a.still_lanes for a in attentions):
+            width = max(width, 10)  # narrower, changes of basis that differ by head can keep the common norm between them
         width += width % 2
     layers = tuple(
         dataclasses.replace(
@@ -90,8 +92,11 @@ def tiny(architecture: Architecture, *, own_encoding: bool = False, context: int
         )
         for layer, a in zip(chosen, attentions, strict=True)
     )
-    # The MLP of a parallel first layer reads single tokens: it takes many of them to tell its neurons apart.
-    inputs = _tiny_inputs(architecture.inputs, width, 5 * width if chosen[0].parallel else width + 5)
+    # What reads single tokens takes many of them: a parallel first MLP to tell its neurons apart, a norm over all heads to tell their lanes apart.
+    needed = 5 * width if chosen[0].parallel else width + 5
+    if attentions[0].qk_norm == "all":
+        needed = max(needed, attentions[0].heads * attentions[0].head_dim + 5)
+    inputs = _tiny_inputs(architecture.inputs, width, needed)
     outputs = architecture.outputs
     if isinstance(outputs, Classifier) and architecture.width > _SMALL_WIDTH:
         outputs = dataclasses.replace(outputs, classes=width - 2 if outputs.classes < architecture.width else width + 1)
@@ -414,36 +419,47 @@ def _switches(instance: Architecture) -> bool:
 
 
 def _generic_point(instance: Architecture, seed: int, draws: int = 200, least: float = 0.15) -> dict[str, Tensor]:
-    """Random parameters; ReLU neurons are drawn again, one by one, until each is on for a share `least` of positions, and off for as many."""
+    """Random parameters in which everything switches.
+
+    ReLU neurons are drawn again, one by one, until each is on for a share `least` of positions, and off for as many; so are router columns until
+    each expert is chosen for that share.
+    """
     parameters = initialise(instance, seed=seed * draws, dtype=torch.float64, generic=True)
-    relu = {f"layers.{i}.mlp" for i, layer in enumerate(instance.layers) if _inner(layer.mlp).activation == "relu"}
-    if not relu:
+    if not _switches(instance):
         return parameters
     length = None if isinstance(instance.inputs, Patches) else _reach(instance)
     inputs = random_inputs(instance, 16, length=length, seed=seed, dtype=torch.float64)
     for draw in range(1, draws):
-        poor: dict[str, Tensor] = {}
-
-        def tap(site: str, value: Tensor, poor: dict[str, Tensor] = poor) -> None:
-            place = site.removesuffix(".hidden")
-            if place in relu:
-                on = (value != 0).flatten(0, 1).double().mean(0)
-                poor[place] = torch.minimum(on, 1 - on) < least
-
-        forward(instance, parameters, inputs, tap=tap)
-        if not any(bool(p.any()) for p in poor.values()):
+        poor = _poor_switches(instance, parameters, inputs, least)
+        if not poor:
             break
         fresh = initialise(instance, seed=seed * draws + draw, dtype=torch.float64, generic=True)
-        for place, again in poor.items():
-            # The first layer with a poor neuron only: the layers behind it see other inputs afterwards.
-            if bool(again.any()):
-                for name in (f"{place}.up", f"{place}.gate"):
-                    if name in parameters:
-                        parameters[name] = torch.where(again.unsqueeze(-2), fresh[name], parameters[name])
-                    if f"{name}_bias" in parameters:
-                        parameters[f"{name}_bias"] = torch.where(again, fresh[f"{name}_bias"], parameters[f"{name}_bias"])
-                break
+        for name, again in poor.items():
+            parameters[name] = torch.where(again, fresh[name], parameters[name])
     return parameters
+
+
+def _poor_switches(instance: Architecture, parameters: Parameters, inputs: Tensor, least: float) -> dict[str, Tensor]:
+    """Masks of the columns to draw again, by tensor: those of the first layer that has any (the layers behind it will see other inputs)."""
+    mlps = {f"layers.{i}.mlp": layer.mlp for i, layer in enumerate(instance.layers)}
+    poor: dict[str, Tensor] = {}
+
+    def tap(site: str, value: Tensor) -> None:
+        place, _, kind = site.rpartition(".")
+        if place not in mlps or any(bool(again.any()) for again in poor.values()):
+            return
+        mlp = mlps[place]
+        if kind == "input" and isinstance(mlp, Experts) and mlp.active < mlp.count:
+            chosen = torch.topk(value @ parameters[f"{place}.router"], mlp.active, dim=-1).indices.flatten()
+            poor[f"{place}.router"] = chosen.bincount(minlength=mlp.count) < least * chosen.numel() / mlp.active
+        elif kind == "hidden" and _inner(mlp).activation == "relu":
+            on = (value != 0).flatten(0, 1).double().mean(0)
+            again = torch.minimum(on, 1 - on) < least
+            for name in (f"{place}.up", f"{place}.gate"):
+                poor.update({n: m for n, m in ((name, again.unsqueeze(-2)), (f"{name}_bias", again)) if n in parameters})
+
+    forward(instance, parameters, inputs, tap=tap)
+    return {name: again for name, again in poor.items() if bool(again.any())}
 
 
 def _inner(mlp: MLP | Experts) -> MLP:

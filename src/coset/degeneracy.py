@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from coset.align.features import HeadFeatures, NeuronFeatures, QKBlocks, head_features, neuron_features
-from coset.align.heads import head_cost
+from coset.alignment.features import HeadFeatures, NeuronFeatures, QKBlocks, head_features, neuron_features
+from coset.alignment.heads import head_cost
 from coset.architecture import Architecture, Experts
 from coset.groups import Group, Monomial, Orthogonal, Permutation, Wreath
 from coset.parameters import Parameters, norms, tensors
-from coset.symmetry import group as symmetry_group
+from coset.symmetries import group as symmetry_group
 
 _SHOWN = 6
 
@@ -37,7 +37,7 @@ def degeneracies(architecture: Architecture, parameters: Parameters, precision: 
     parameters
         Canonical tensors in float64, best in normal form; asked for in forward order, so a lazy mapping keeps memory at a layer.
     precision
-        Relative differences below this count as none: a small multiple of the stored dtype's unit roundoff.
+        Relative spacing of the stored numbers (`eps` of their dtype): what differs by a few of them counts as equal.
     """
     groups = symmetry_group(architecture).factors
     width = architecture.width
@@ -82,7 +82,7 @@ def _gains(architecture: Architecture, block: Parameters, index: int | None) -> 
 def _rank(gram: Tensor, precision: float) -> Tensor:
     """Numerical rank of Gram matrices [*batch, m, m], against the largest of all: a head of mere rounding noise has rank 0."""
     values = torch.linalg.eigvalsh(gram)
-    return (values > max(precision**2, 1e-14) * values.max()).logical_and(values > 0).sum(-1)
+    return (values > max((2 * precision) ** 2, 1e-14) * values.max()).logical_and(values > 0).sum(-1)
 
 
 def _heads(group: Wreath, f: HeadFeatures, query: int, precision: float) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _heads(group: Wreath, f: HeadFeatures, query: int, precision: float) -> Iter
     n = kv * query
     cost = head_cost(group, attending, attending).reshape(n, n)
     size = head_cost(group, attending, nothing).reshape(n, n)[:, 0]
-    close = cost <= max((10 * precision) ** 2, 1e-13) * (size[:, None] + size[None])
+    close = cost <= max((5 * precision) ** 2, 1e-13) * (size[:, None] + size[None])
     pairs = [(int(i), int(j)) for i, j in close.triu(1).nonzero()]
     if pairs:
         yield f"query heads attend alike: {_listed(pairs)}"
@@ -127,7 +127,7 @@ def _mlp(group: Group, f: NeuronFeatures, experts: int | None, precision: float)
     table = torch.stack(sums)
     for i in range(experts):
         for j in range(i + 1, experts):
-            if bool(((table[i] - table[j]).abs() <= 10 * precision * table[i]).all()):
+            if bool(((table[i] - table[j]).abs() <= max(3 * precision, 1e-9) * table[i]).all()):
                 yield f"experts {i} and {j} are equal"
 
 
@@ -156,7 +156,7 @@ def _neurons(group: Group, f: NeuronFeatures, precision: float) -> Iterator[str]
     order = table[:, 0].argsort()
     step = (table[order[1:]] - table[order[:-1]]).abs().amax(-1)
     alive = f.covariant.any(0)[order]
-    same = (step <= 10 * precision * table.abs().mean()) & alive[1:] & alive[:-1]
+    same = (step <= max(3 * precision, 1e-9) * table.abs().mean()) & alive[1:] & alive[:-1]
     pairs = [tuple(sorted((int(order[k]), int(order[k + 1])))) for k in same.nonzero().flatten().tolist()]
     if pairs:
         yield f"neurons compute the same: {_listed(pairs)}"

@@ -35,7 +35,7 @@ from coset.architecture import (
 )
 from coset.errors import CosetError
 from coset.parameters import Parameters, TensorSpec, blocks, readers, tensors
-from coset.symmetry import removes_mean
+from coset.symmetries import removes_mean
 
 Gauge = Mapping[str, Tensor]
 """Values of gauge coordinates, by coordinate name."""
@@ -325,7 +325,7 @@ def _uniform_logits(source: str, width: int | None, layer: int | None = None) ->
 def coordinates(architecture: Architecture) -> Mapping[str, Coordinate]:
     """Every gauge coordinate of `architecture`, in the order in which :func:`fold` takes them.
 
-    Not among them, although `coset.symmetry` counts them: scales that a norm undoes only at ε = 0, and the blind part of a LayerNorm's
+    Not among them, although `coset.symmetries` counts them: scales that a norm undoes only at ε = 0, and the blind part of a LayerNorm's
     readers where its bias cannot be folded because a reader has no bias.
     """
     a, specs = architecture, tensors(architecture)

@@ -1,6 +1,6 @@
 """Acting with group elements, and the transforms that carry one checkpoint to another.
 
-:func:`act` is the group action on the normal form: for every tensor, for every axis, apply the element of the axis's space. A
+:func:`move` is the group action on the normal form: for every tensor, for every axis, apply the element of the axis's space. A
 :class:`Transform` adds the gauge on both sides, so that it goes from raw weights to raw weights and can be inverted, composed, saved and
 loaded.
 """
@@ -26,7 +26,7 @@ from coset.groups.composite import WreathElement
 from coset.groups.monomial import reorder, take
 from coset.normal_form import Gauge, coordinates, fold, folded_architecture, random_gauge, read_gauge, unfold
 from coset.parameters import Parameters, TensorSpec, tensors
-from coset.symmetry import group as symmetry_group
+from coset.symmetries import group as symmetry_group
 
 SPACES = ("heads", "qk", "vo", "neurons", "experts", "gains", "shifts", "stream")
 """What a user can choose to move."""
@@ -67,7 +67,7 @@ def _neurons(group: Group, g: Element, spec: TensorSpec, x: Tensor) -> Tensor:
     return x if axis is None else _on_axis(group, g, x, axis, batch, spec.axes[axis].variance)
 
 
-def act(architecture: Architecture, element: Mapping[str, Element], parameters: Parameters) -> dict[str, Tensor]:
+def move(architecture: Architecture, element: Mapping[str, Element], parameters: Parameters) -> dict[str, Tensor]:
     """Apply a group element to parameters in normal form.
 
     Parameters
@@ -137,7 +137,7 @@ class Transform:
         """Apply to all canonical tensors, or to whole blocks of them; computed in `dtype` and returned in it."""
         cast = {name: tensor.to(dtype) for name, tensor in parameters.items()}
         folded, normal, _ = fold(self.architecture, cast, self.target)
-        return unfold(self.architecture, act(folded, self.element, normal), self.target)
+        return unfold(self.architecture, move(folded, self.element, normal), self.target)
 
     def inverse(self) -> Transform:
         """The transform that undoes this one."""
@@ -242,6 +242,38 @@ def _serialised(content: Mapping[str, Tensor], metadata: Mapping[str, str]) -> b
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + blob[8 + length :]
+
+
+def act(element: Transform | Mapping[str, Element], parameters: Parameters, architecture: Architecture | None = None) -> dict[str, Tensor]:
+    """Act on raw parameters: other weights, same function.
+
+    Parameters
+    ----------
+    element
+        A :class:`Transform`, or an element of ``symmetry(architecture).group`` (or part of it), which then acts in the parameters' own gauge: where
+        the stream turns, norm gains come back as they were.
+    parameters
+        Canonical tensors by name; any floating dtype.
+    architecture
+        Of the parameters; needed for a bare element.
+
+    Returns
+    -------
+    dict
+        New tensors in float64.
+
+    Raises
+    ------
+    CosetError
+        If a bare element comes without an architecture, or has a space that the architecture lacks.
+    """
+    if isinstance(element, Transform):
+        return element(parameters)
+    if architecture is None:
+        raise CosetError("act: a bare group element does not know its architecture; give it as the third argument")
+    names = [n for n in gauge_names(architecture, ("stream",)) if "stream" in element]
+    own = read_gauge(architecture, parameters, names)
+    return Transform(architecture, element, own, own)(parameters)
 
 
 def signature(architecture: Architecture) -> dict[str, Any]:

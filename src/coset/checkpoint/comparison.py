@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from coset.align.matching import Progress
+from coset.alignment.matching import Progress
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import DTYPES, raw
 from coset.checkpoint.layout import check_finite
@@ -19,7 +19,7 @@ from coset.checkpoint.model import Model, load
 from coset.checkpoint.operations import Blocks
 from coset.equivalence import Comparison, Side, compare_sides
 from coset.errors import CosetError
-from coset.fingerprint import Fingerprint, fingerprint
+from coset.invariants import Fingerprint, fingerprint
 
 
 def _dtypes(model: Model) -> dict[str, torch.dtype]:

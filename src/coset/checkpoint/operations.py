@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.align.matching import Match, Progress, match
+from coset.alignment.matching import Match, Progress, match
 from coset.architecture import Experts
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output
@@ -26,7 +26,7 @@ from coset.errors import CosetError
 from coset.groups import finite_order
 from coset.normal_form import coordinates
 from coset.parameters import tensors
-from coset.symmetry import head_group, stream_group
+from coset.symmetries import head_group, stream_group
 from coset.transform import SPACES, Transform, check_spaces, gauge_names, random_transform
 
 Path_ = str | os.PathLike[str]

@@ -18,6 +18,7 @@ from typing import TextIO
 
 from cyclopts import App, CycloptsError, Parameter
 
+from coset.cli.certify import certify
 from coset.cli.checkpoints import align, apply, barrier, inspect, merge, scramble
 from coset.cli.compare import compare, fingerprint
 from coset.cli.demo import demo
@@ -26,7 +27,19 @@ from coset.cli.output import Output, complain
 from coset.cli.symmetry import symmetry
 from coset.errors import CosetError
 
-VERBS: tuple[Callable[..., int | None], ...] = (symmetry, inspect, scramble, apply, align, merge, barrier, compare, fingerprint, demo)
+VERBS: tuple[Callable[..., int | None], ...] = (
+    symmetry,
+    certify,
+    inspect,
+    scramble,
+    apply,
+    align,
+    merge,
+    barrier,
+    compare,
+    fingerprint,
+    demo,
+)
 
 DONE = 0
 ERROR = 2

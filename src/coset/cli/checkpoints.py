@@ -82,7 +82,7 @@ def inspect(checkpoint: Path, /, *, legacy: bool = False, common: Common = DEFAU
     """
     from coset.checkpoint.inspection import facts
     from coset.checkpoint.model import load
-    from coset.symmetry import headline, symmetry
+    from coset.symmetries import headline, symmetry
 
     model = load(checkpoint, legacy)
     account = symmetry(model.architecture)

@@ -19,7 +19,7 @@ from coset.cli.output import show, show_json
 from coset.errors import CosetError
 
 if TYPE_CHECKING:
-    from coset.symmetry import Entry, Symmetry
+    from coset.symmetries import Entry, Symmetry
 
 
 def symmetry(
@@ -36,8 +36,8 @@ def symmetry(
     checkpoint
         Folder of a checkpoint whose architecture to take, instead of flags.
     """
-    from coset.symmetry import headline
-    from coset.symmetry import symmetry as derive
+    from coset.symmetries import headline
+    from coset.symmetries import symmetry as derive
 
     architecture = described(checkpoint, flags)
     account = derive(architecture)

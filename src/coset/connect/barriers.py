@@ -116,7 +116,11 @@ def evaluate(
     scores = []
     for done, t in enumerate(grid, 1):
         middle = interpolate(a, b, t)
-        scores.append(accumulate(architecture, lambda x, p=middle: forward(architecture, p, x), inputs, targets, batch))  # type: ignore[misc]
+
+        def outputs(x: Tensor, p: Parameters = middle) -> Tensor:
+            return forward(architecture, p, x)
+
+        scores.append(accumulate(architecture, outputs, inputs, targets, batch))
         if progress is not None:
             progress(done, points)
     return Curve(grid, tuple(s.loss for s in scores), tuple(s.accuracy for s in scores))

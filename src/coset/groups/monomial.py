@@ -74,7 +74,7 @@ def is_order(order: Any, n: int, classes: tuple[int, ...] | None = None) -> bool
 def reorder(x: Tensor, order: Tensor, axis: int = -1) -> Tensor:
     """Move slice ``order[i]`` of an axis to place i, for order [n]. The result keeps the memory order of x: to transpose large tensors costs more."""
     axis %= x.ndim
-    layout = sorted(range(x.ndim), key=lambda i: -x.stride(i))
+    layout = sorted(range(x.ndim), key=x.stride().__getitem__, reverse=True)
     moved = torch.index_select(x.permute(layout), layout.index(axis), order)
     return moved.permute(sorted(range(x.ndim), key=layout.__getitem__))
 

@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from coset.align import align
+from coset.alignment import align
 from coset.architecture import Architecture, Patches, Rotary, uniform
 from coset.connect import DEFINITION, Barrier, Curve, Panel, barrier, draw, percent_of_naive, save, score, summarise
 from coset.errors import CosetError
@@ -43,7 +43,7 @@ from coset.study.data import DIGITS_CLASSES, DIGITS_FEATURES, DIGITS_GRID, digit
 from coset.study.matchers import Case, matcher
 from coset.study.protocol import Scope, retrain
 from coset.study.training import Recipe, train
-from coset.symmetry import symmetry
+from coset.symmetries import symmetry
 from coset.transform import random_transform
 from coset.transformer import forward, initialise, random_inputs
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from coset.align import align, input_moments
+from coset.alignment import align, input_moments
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.parameters import Parameters

@@ -17,7 +17,7 @@ from coset.architecture import MLP, Architecture, Attention, Experts
 from coset.errors import CosetError
 from coset.groups import Block, RotaryCommutant
 from coset.parameters import Parameters
-from coset.symmetry import qk_group
+from coset.symmetries import qk_group
 
 Metric = Mapping[str, Tensor]
 """Second moments [width + 1, width + 1] of ``[x, 1]`` for the inputs x of maps, by site (``layers.i.attention.input``, ``layers.i.mlp.input``)."""
@@ -49,7 +49,8 @@ def metric_factor(metric: Metric, site: str, size: int, dtype: torch.dtype) -> T
 def stacked(weight: Tensor, bias: Tensor | None, factor: Tensor | None) -> Tensor:
     """``[W; b]``, times Fᵀ where there is a metric: [rows, ...] from W [width, ...] and b [...]."""
     row = torch.zeros_like(weight[:1]) if bias is None else bias.unsqueeze(0)
-    both = torch.cat([weight, row])
+    # Most files store the stream as the last axis: joined there, memory is copied in its order.
+    both = torch.cat([weight.movedim(0, -1), row.movedim(0, -1)], -1).movedim(-1, 0)
     return both if factor is None else torch.tensordot(factor, both, dims=([0], [0]))
 
 

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coset.align.features import Metric, NeuronFeatures, head_features, metric_factor, neuron_features, stacked
-from coset.align.heads import Solvers, match_heads
-from coset.align.neurons import invariants, match_neurons, order_by_invariants, rescale
-from coset.align.stream import StreamProducts
+from coset.alignment.features import Metric, NeuronFeatures, head_features, metric_factor, neuron_features, stacked
+from coset.alignment.heads import Solvers, match_heads
+from coset.alignment.neurons import invariants, match_neurons, order_by_invariants, rescale
+from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath
 from coset.normal_form import compatible_gauge, coordinates, fold, folded_architecture, read_gauge, unfold
 from coset.parameters import Parameters, check, tensors
-from coset.symmetry import group as symmetry_group
-from coset.transform import SPACES, Transform, act, check_spaces, gauge_names
+from coset.symmetries import group as symmetry_group
+from coset.transform import SPACES, Transform, check_spaces, gauge_names, move
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _Problem:
     def b(self, index: int | None, element: Mapping[str, Element]) -> dict[str, Tensor]:
         """Block of the other model after `element`."""
         normal = fold(self.architecture, self._read(self.other, index), self.names)[1]
-        return self._view(act(self.folded, element, normal))
+        return self._view(move(self.folded, element, normal))
 
     def factor(self, site: str) -> Tensor | None:
         """Factor of the metric at a site, in the gauge of the matching. The two latest are kept: those of one layer."""
@@ -143,27 +143,27 @@ class _Problem:
     def start(self, index: int | None) -> float:
         """Squared distance of a block before anything moves."""
         a = self.a(index)
-        return self.distance(a, self.b(index, {}), a)
+        return sum(self.gaps(a, self.b(index, {}), a).values())
 
     def untouched(self, index: int | None) -> bool:
         """Whether nothing that is moved or folded reaches the block, so that its distance stays what it is."""
         owners = {c.layer for name, c in coordinates(self.architecture).items() if name in self.names}
         return index is None and "stream" not in self.groups and None not in owners
 
-    def distance(self, a: Parameters, b: Parameters, names: Iterable[str]) -> float:
-        """Squared distance of some tensors of two blocks; readers inside layers, with their biases, in the metric where there is one."""
+    def gaps(self, a: Parameters, b: Parameters, names: Iterable[str]) -> dict[str, float]:
+        """Squared distances of tensors of two blocks. Where there is a metric, readers inside layers are measured in it, each with its bias."""
         if self.metric is None:
-            return sum(_squared_gap(a[name], b[name]) for name in names)
-        gap = {name: a[name] - b[name] for name in names}
-        total, specs = 0.0, tensors(self.working)
+            return {name: _squared_gap(a[name], b[name]) for name in names}
+        gap, specs = {name: a[name] - b[name] for name in names}, tensors(self.working)
+        out = {}
         for name in list(gap):
             spec, axis = specs[name], specs[name].axis("stream")
             if spec.layer is None or axis is None or spec.axes[axis].variance != -1:
                 continue
             part = "attention" if ".attention." in name else "mlp"
             reader, bias = gap.pop(name).movedim(axis, 0), gap.pop(f"{name}_bias", None)
-            total += float(stacked(reader, bias, self.factor(f"layers.{spec.layer}.{part}.input")).square().sum())
-        return total + sum(float(x.square().sum()) for x in gap.values())
+            out[name] = float(stacked(reader, bias, self.factor(f"layers.{spec.layer}.{part}.input")).square().sum())
+        return out | {name: float(x.square().sum()) for name, x in gap.items()}
 
 
 def _squared_gap(x: Tensor, y: Tensor) -> float:
@@ -171,54 +171,69 @@ def _squared_gap(x: Tensor, y: Tensor) -> float:
 
 
 def _improve(
-    problem: _Problem, key: str, a: Parameters, b: Parameters, element: dict[str, Element], proposals: list[Proposal]
+    problem: _Problem,
+    key: str,
+    a: Parameters,
+    b: Parameters,
+    gaps: dict[str, float],
+    element: dict[str, Element],
+    proposals: list[Proposal],
 ) -> tuple[Parameters, float, list[str]]:
     """Take the first proposal that does not raise the distance; keep what is there if none does.
 
-    Updates `element`. Returns the moved block, how far the distance fell, and the last proposal's notes.
+    Updates `gaps` and `element`. Returns the moved block, how far the distance fell, and the last proposal's notes.
     """
     notes: list[str] = []
     for propose in proposals:
         delta, notes = propose()
-        moved = act(problem.working, {key: delta}, b)
-        changed = [name for name, x in moved.items() if x is not b[name]]
-        before, after = problem.distance(a, b, changed), problem.distance(a, moved, changed)
-        if after <= before * (1 + 1e-12):
+        moved = move(problem.working, {key: delta}, b)
+        after = problem.gaps(a, moved, [name for name, x in moved.items() if x is not b[name]])
+        fell = sum(gaps[name] for name in after) - sum(after.values())
+        if fell >= -1e-12 * sum(gaps[name] for name in after):
             element[key] = problem.groups[key].compose(element[key], delta) if key in element else delta
-            return moved, max(0.0, before - after), notes
+            gaps |= after
+            return moved, max(0.0, fell), notes
     return b, 0.0, notes
 
 
-def _match_layer(
-    problem: _Problem, i: int, a: Parameters, b: Parameters, solvers: Solvers, spaces: tuple[str, ...], element: dict[str, Element]
-) -> tuple[Parameters, list[tuple[str, float]], list[str]]:
-    """Heads, then neurons, of one layer. Updates `element`; returns the moved block, how far each step fell, and notes."""
-    w, falls, notes = problem.working, [], []
-    key = f"layers.{i}.heads"
-    if key in problem.groups:
-        group = problem.groups[key]
-        assert isinstance(group, Wreath)
-        factor = problem.factor(f"layers.{i}.attention.input")
-        sides = [head_features(w, i, p, factor) for p in (a, b)]
-        circuits = (head_features(w, i, a, factor, circuits=True), head_features(w, i, b, factor, circuits=True))
-        ways: list[Proposal] = [
-            lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces),
-            lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces, permute="keep"),
-        ]
-        b, fell, found = _improve(problem, key, a, b, element, ways)
-        falls.append((f"layer {i} heads", fell))
-        notes += [f"layer {i}: {n}" for n in found]
+def _improve_heads(
+    problem: _Problem,
+    i: int,
+    a: Parameters,
+    b: Parameters,
+    gaps: dict[str, float],
+    element: dict[str, Element],
+    solvers: Solvers,
+    spaces: tuple[str, ...],
+) -> tuple[Parameters, float, list[str]]:
+    """One step over the heads of layer i; see `_improve`."""
+    w, key = problem.working, f"layers.{i}.heads"
+    group = problem.groups[key]
+    assert isinstance(group, Wreath)
+    factor = problem.factor(f"layers.{i}.attention.input")
+    sides = [head_features(w, i, p, factor) for p in (a, b)]
+    circuits = (head_features(w, i, a, factor, circuits=True), head_features(w, i, b, factor, circuits=True))
+    proposals: list[Proposal] = [
+        lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces),
+        lambda: match_heads(group, sides[0], sides[1], circuits, solvers, spaces, permute="keep"),
+    ]
+    b, fell, notes = _improve(problem, key, a, b, gaps, element, proposals)
+    return b, fell, [f"layer {i}: {n}" for n in notes]
+
+
+def _improve_neurons(
+    problem: _Problem, i: int, a: Parameters, b: Parameters, gaps: dict[str, float], element: dict[str, Element], spaces: tuple[str, ...]
+) -> tuple[Parameters, float]:
+    """One step over the neurons of layer i; see `_improve`."""
     key = f"layers.{i}.neurons"
-    if key in problem.groups:
-        group_ = problem.groups[key]
-        factor = problem.factor(f"layers.{i}.mlp.input")
-        f_a, f_b = (neuron_features(w, i, p, factor) for p in (a, b))
-        proposals: list[Proposal] = [lambda: (match_neurons(group_, f_a, f_b, spaces), [])]
-        if isinstance(group_, Monomial):
-            proposals.append(lambda: (rescale(group_, f_a, f_b), []))
-        b, fell, _ = _improve(problem, key, a, b, element, proposals)
-        falls.append((f"layer {i} neurons", fell))
-    return b, falls, notes
+    group = problem.groups[key]
+    factor = problem.factor(f"layers.{i}.mlp.input")
+    f_a, f_b = (neuron_features(problem.working, i, p, factor) for p in (a, b))
+    proposals: list[Proposal] = [lambda: (match_neurons(group, f_a, f_b, spaces), [])]
+    if isinstance(group, Monomial):
+        proposals.append(lambda: (rescale(group, f_a, f_b), []))
+    b, fell, _ = _improve(problem, key, a, b, gaps, element, proposals)
+    return b, fell
 
 
 def _run(
@@ -252,12 +267,16 @@ def _run(
                 continue
             a: Parameters = problem.a(index)
             b: Parameters = problem.b(index, element)
-            total += problem.distance(a, b, a)
+            gaps = problem.gaps(a, b, a)
+            total += sum(gaps.values())
             size += sum(float(torch.linalg.vector_norm(x)) ** 2 for x in a.values()) if moves_stream else 0.0
-            if index is not None and index in layers:
-                b, gained, found = _match_layer(problem, index, a, b, solvers, spaces, element)
-                falls += gained
+            if index is not None and index in layers and f"layers.{index}.heads" in problem.groups:
+                b, fell, found = _improve_heads(problem, index, a, b, gaps, element, solvers, spaces)
+                falls.append((f"layer {index} heads", fell))
                 notes += found
+            if index is not None and index in layers and f"layers.{index}.neurons" in problem.groups:
+                b, fell = _improve_neurons(problem, index, a, b, gaps, element, spaces)
+                falls.append((f"layer {index} neurons", fell))
             if products is not None:
                 products.add(problem.working, a, b)
         started = total
@@ -299,14 +318,14 @@ def _add_neurons(problem: _Problem, i: int, group: Group, a: Parameters, b: Para
     f_a, f_b = (neuron_features(problem.working, i, p) for p in (a, b))
     order = order_by_invariants(invariants(group, f_a), invariants(group, f_b))
     delta: Element = order if isinstance(group, Permutation) else MonomialElement(order, torch.ones(len(order), dtype=torch.float64))
-    moved: Parameters = act(problem.working, {f"layers.{i}.neurons": delta}, b)
+    moved: Parameters = move(problem.working, {f"layers.{i}.neurons": delta}, b)
     names = [n for n in a if ".mlp." in n]
     if isinstance(group, Monomial) and group.scales in ("sign", "nonzero"):
         # The sign of a neuron is not known yet; a gate has none, and finds the stream by itself.
         names = [n for n in names if n.endswith((".gate", ".gate_bias"))]
     elif isinstance(group, Monomial):
         f_b = neuron_features(problem.working, i, moved)
-        moved = act(problem.working, {f"layers.{i}.neurons": _balanced(group, f_a, f_b)}, moved)
+        moved = move(problem.working, {f"layers.{i}.neurons": _balanced(group, f_a, f_b)}, moved)
     products.add(problem.working, {n: a[n] for n in names}, {n: moved[n] for n in names})
 
 

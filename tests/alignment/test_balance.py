@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coset.align import balancing_element
+from coset.alignment import balancing_element
 from coset.architecture import Architecture, Experts, uniform
 from coset.parameters import Parameters
-from coset.symmetry import group
-from coset.transform import act
+from coset.symmetries import group
+from coset.transform import move
 from coset.transformer import forward, initialise, random_inputs
 
 SIZES = {"heads": 6, "kv_heads": 3, "head_dim": 10, "width": 22, "mlp_width": 17, "vocab": 31, "positions": 24}
@@ -36,13 +36,13 @@ def test_balanced(name: str) -> None:
     a = CASES[name]
     p = initialise(a, seed=3, dtype=torch.float64, generic=True)
     element = balancing_element(a, p)
-    q = act(a, element, p)
+    q = move(a, element, p)
     before, after = _outputs(a, p), _outputs(a, q)
     assert float((after - before).norm() / before.norm()) < 1e-10
     for key, g in element.items():
         assert group(a).factors[key].belongs(g)
     inverse = {key: group(a).factors[key].inverse(g) for key, g in element.items()}
-    back = act(a, inverse, q)
+    back = move(a, inverse, q)
     assert all(torch.allclose(back[n], p[n], rtol=0, atol=1e-10) for n in p)
     prefix = "layers.1.attention"
     values = _with_bias(q, f"{prefix}.v")
@@ -70,7 +70,7 @@ def test_experts_and_dead_parts_keep_their_function() -> None:
     p["layers.0.attention.v"][:, 1] = 0
     p["layers.0.mlp.up"][1, :, 3] = 0
     p["layers.1.attention.k"][:, 2] = 0
-    q = act(a, balancing_element(a, p), p)
+    q = move(a, balancing_element(a, p), p)
     before, after = _outputs(a, p), _outputs(a, q)
     assert all(bool(torch.isfinite(x).all()) for x in q.values())
     assert float((after - before).norm() / before.norm()) < 1e-10
@@ -79,7 +79,7 @@ def test_experts_and_dead_parts_keep_their_function() -> None:
 def test_an_unbalanced_change_of_basis_is_not_balanced() -> None:
     a = CASES["none"]
     p = initialise(a, seed=5, dtype=torch.float64, generic=True)
-    again = balancing_element(a, act(a, balancing_element(a, p), p))["layers.0.heads"].inner["vo"]
+    again = balancing_element(a, move(a, balancing_element(a, p), p))["layers.0.heads"].inner["vo"]
     first = balancing_element(a, p)["layers.0.heads"].inner["vo"]
     eye = torch.eye(10, dtype=torch.float64)
     assert float((again - eye).abs().max()) < 1e-7

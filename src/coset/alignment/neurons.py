@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coset.align.features import NeuronFeatures
+from coset.alignment.features import NeuronFeatures
 from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath, WreathElement, assignment
 from coset.groups.monomial import reorder
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coset.align.within_head import Grams, full_rank, newton, objective, solve_linear
+from coset.alignment.within_head import Grams, full_rank, newton, objective, solve_linear
 from coset.architecture import Architecture
 from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Orthogonal, assignment
 from coset.parameters import Parameters, tensors

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coset.align.features import head_features, neuron_features
-from coset.align.within_head import balancing, full_rank
+from coset.alignment.features import head_features, neuron_features
+from coset.alignment.within_head import balancing, full_rank
 from coset.architecture import Architecture
 from coset.groups import Element, Monomial, MonomialElement, Product, RotaryCommutant, Wreath, WreathElement
 from coset.parameters import Parameters
-from coset.symmetry import group as symmetry_group
+from coset.symmetries import group as symmetry_group
 
 
 def _safe_balancing(q: Tensor, k: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def balancing_element(architecture: Architecture, parameters: Parameters) -> dic
     Returns
     -------
     dict
-        An element for `act` (spaces ``layers.i.heads``, ``layers.i.neurons``), so that the step can be recorded and undone. Heads whose
-        factors are rank deficient, and dead neurons, keep their basis.
+        An element for `coset.transform.move` (spaces ``layers.i.heads``, ``layers.i.neurons``), so that the step can be recorded and
+        undone. Heads whose factors are rank deficient, and dead neurons, keep their basis.
     """
     out: dict[str, Element] = {}
     groups = symmetry_group(architecture).factors

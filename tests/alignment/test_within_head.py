@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from coset.align.within_head import Grams, balancing, full_rank, newton, objective, regular, solve_linear, solve_planes
+from coset.alignment.within_head import Grams, balancing, full_rank, newton, objective, regular, solve_linear, solve_planes
 from coset.groups import GeneralLinear, RotaryCommutant
 
 F64, C128 = torch.float64, torch.complex128

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from architecture_zoo import LAYER, attention, difference, distance, flags, function, model, of_layers
-from coset.align import Solvers, align, match
+from coset.alignment import Solvers, align, match
 from coset.architecture import MLP, Architecture, Layer
 from coset.errors import CosetError
 from coset.transform import SPACES, random_transform

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from architecture_zoo import difference, distance, flags, function, model, special
-from coset.align import align, input_moments, mean_moments
-from coset.align.features import head_features, metric_factor, neuron_features
-from coset.align.heads import head_cost
+from coset.alignment import align, input_moments, mean_moments
+from coset.alignment.features import head_features, metric_factor, neuron_features
+from coset.alignment.heads import head_cost
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Wreath
 from coset.parameters import tensors
-from coset.symmetry import group
+from coset.symmetries import group
 from coset.transform import random_transform
 from coset.transformer import forward, random_inputs
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from architecture_zoo import RMS, attention, difference, distance, flags, function, grid, model, of_layers, special
-from coset.align import Alignment, align
+from coset.alignment import Alignment, align
 from coset.architecture import MLP, Architecture, Layer, Rotary, Sinusoidal, uniform
 from coset.parameters import tensors
 from coset.transform import SPACES, random_transform

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coset.align.features import HeadFeatures, QKBlocks
-from coset.align.within_head import Grams, Linear, Planes, full_rank, least_squares, regular, solve_linear, solve_planes
+from coset.alignment.features import HeadFeatures, QKBlocks
+from coset.alignment.within_head import Grams, Linear, Planes, full_rank, least_squares, regular, solve_linear, solve_planes
 from coset.groups import Permutation, Product, RotaryCommutant, Scaling, Wreath, WreathElement, polar
 from coset.groups.monomial import assignment, take
 

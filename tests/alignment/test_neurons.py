@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from architecture_zoo import RMS, attention, difference, distance, flags, function, model, of_layers
-from coset.align import align
-from coset.align.features import NeuronFeatures
-from coset.align.neurons import match_neurons, rescale, solve_scales
+from coset.alignment import align
+from coset.alignment.features import NeuronFeatures
+from coset.alignment.neurons import match_neurons, rescale, solve_scales
 from coset.architecture import MLP, Experts, Layer
 from coset.groups import Monomial, Permutation, Wreath
 from coset.transform import random_transform

@@ -23,21 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coset.align.features import HeadFeatures, head_features, neuron_features
-from coset.align.heads import head_cost
-from coset.align.neurons import invariants
+from coset.alignment.features import HeadFeatures, head_features, neuron_features
+from coset.alignment.heads import head_cost
+from coset.alignment.neurons import invariants
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import GeneralLinear, Wreath
 from coset.normal_form import coordinates, fold, folded_architecture
 from coset.parameters import Parameters, tensors
-from coset.symmetry import group as symmetry_group
-from coset.transform import act, signature
+from coset.symmetries import group as symmetry_group
+from coset.transform import move, signature
 
 COMBINATIONS = 5
 """How many numbers are rounded and hashed."""
 
-CELLS = {torch.float32: 6e-4, torch.float16: 0.1, torch.bfloat16: 0.5}
+CELLS = {torch.float32: 1e-3, torch.float16: 0.4, torch.bfloat16: 1.0}
 """Width of a cell of the hash, by the coarsest stored dtype; float64 counts as float32, so that both give one hash."""
 
 
@@ -118,7 +118,7 @@ def fingerprint(architecture: Architecture, parameters: Parameters, *, stored: t
         if index is None and isinstance(groups.get("stream"), GeneralLinear):
             basis = _basis(block)
         if basis is not None:
-            block = act(folded, {"stream": basis}, block)
+            block = move(folded, {"stream": basis}, block)
         numbers: dict[str, Any] = {}
         for name, value, n in _vectors(folded, block):
             numbers[name] = math.sqrt(value)

@@ -1,0 +1,9 @@
+"""Alignment of two models: heads and bases (the two-stage algorithm), neurons, stream, and the cycle over all of them."""
+
+from coset.alignment.balance import balancing_element
+from coset.alignment.features import Metric
+from coset.alignment.heads import Solvers
+from coset.alignment.matching import Alignment, Match, Step, align, match
+from coset.alignment.moments import input_moments, mean_moments
+
+__all__ = ["Alignment", "Match", "Metric", "Solvers", "Step", "align", "balancing_element", "input_moments", "match", "mean_moments"]
