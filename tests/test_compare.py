@@ -23,6 +23,7 @@ KEYS = {"verdict", "residual", "outputs", "first_difference", "reasons", "transf
 
 
 def run_json(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> Any:
+    capsys.readouterr()  # what transformers wrote while saving
     assert run([*map(str, words), "--json", "--quiet"]) == code
     out, err = capsys.readouterr()
     assert err == ""
@@ -129,6 +130,7 @@ def test_undecided_says_why(llama: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_cannot_be_compared(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = saved(tmp_path, "llama", "linear")
+    capsys.readouterr()  # what transformers wrote while saving
     assert run(["compare", str(llama / "llama-plain"), str(other)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("coset: error: ")

@@ -71,15 +71,14 @@ def _stored(folder):
 
 
 # What a checkpoint without a head of its own, or with one that the architecture cannot express, keeps: its stream is its output.
-_END = ("ln_f", "norm.weight", "layernorm", "LayerNorm", "cls.", "pooler", "classifier", "wte", "embed_tokens", "word_embeddings", "score.")
 PINNED = {
-    ("gpt2", "base"): ("mlp.c_proj.bias", "ln_f."),
-    ("gpt2", "tokens"): ("mlp.c_proj.bias", "ln_f.", "classifier."),
-    ("gptj", "base"): ("wte.weight", "fc_out.bias", "ln_f."),
-    ("llama", "base"): ("embed_tokens.weight",),
-    ("llama", "regression"): ("embed_tokens.weight", "score.weight"),
-    ("bloom", "base"): ("word_embeddings", "dense_4h_to_h.bias", "ln_f."),
-    ("vit", "base"): ("patch_embeddings.projection.weight", "output.dense.bias", "vit.layernorm.", "pooler."),
+    ("gpt2", "base"): ("ln_f.",),
+    ("gpt2", "tokens"): ("ln_f.", "classifier."),
+    ("gptj", "base"): ("ln_f.",),
+    ("llama", "base"): ("embed_tokens.", "norm."),
+    ("llama", "regression"): ("embed_tokens.", "norm.", "score."),
+    ("bloom", "base"): ("ln_f.", "word_embeddings_layernorm."),
+    ("vit", "base"): ("layernorm.", "pooler."),
 }
 POST_NORM = ("LayerNorm", "output.dense.bias")
 
@@ -89,11 +88,7 @@ def _pinned(family, case, name):
         kept = not (name.endswith("attention.output.dense.bias")) and any(part in name for part in POST_NORM)
         masked = case in ("plain", "pretraining", "causal") and "embeddings" in name
         return kept or masked or name.startswith(("cls.", "classifier.", "lm_head.")) or "pooler" in name
-    if (family, case) in (("llama", "base"), ("llama", "regression")) and name.removeprefix("model.") == "norm.weight":
-        return True
-    if (family, case) == ("vit", "base") and (name == "layernorm.weight" or name == "layernorm.bias"):
-        return True
-    return any(part in name for part in PINNED.get((family, case), ()))
+    return name.removeprefix("transformer.").removeprefix("model.").startswith(PINNED.get((family, case), ()))
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
@@ -108,7 +103,7 @@ def test_scrambled_copies_compute_the_same_and_move_every_tensor_that_may(tmp_pa
     for a, b in ((path, outs[0]), (path, outs[1]), (outs[0], outs[1])):
         changes = _changes(a, b)
         assert {n for n, c in changes.items() if c == 0} == {n for n in changes if _pinned(family, case, n)}
-        assert all(c > 0.05 for c in changes.values() if c)
+        assert all(c > 1e-3 for c in changes.values() if c)
 
 
 ATTENTION = {"q", "k", "v", "o", "q_bias", "k_bias", "v_bias"}

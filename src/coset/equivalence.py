@@ -51,6 +51,7 @@ OUTPUT_FACTOR = 5.0
 """Largest difference of the outputs, in multiples of what one random rounding does to them: of the maxima over positions, and of the medians."""
 
 _SPREAD_OUT = 0.03
+_CYCLES = 15
 _EXACT = 1e-12
 _LARGE = 10_000_000
 _ROWS = 4096
@@ -755,20 +756,20 @@ def compare_sides(
     if out.significant:
         found = search.from_the_ends() or search.matched()
         return settled("different", found, None if found is None else _first_difference(found))
-    # One pass settles most cases. The outputs agree, so an element that is not exact was not searched for well enough, or does not exist.
-    for cycles in (1, 100):
-        found = search.matched(cycles)
+    # The outputs agree, so an element that is not exact was not searched for well enough, or does not exist. One pass settles most cases.
+    found = None
+    attempts: tuple[Callable[[], _Found | None], ...] = (lambda: search.matched(1), search.from_the_ends, search.matched)
+    for attempt in attempts:
+        found = attempt() or found
         if found is not None and found.exact:
             return settled(agree, found)
-    reasons += _spots(architecture, a, b, None if found is None else found.pair)
     if found is None:
+        reasons += _spots(architecture, a, b, None)
         return settled("undecided", None)
-    again = search.from_the_ends()
-    if again is not None and again.exact:
-        return settled(agree, again)
+    reasons += _spots(architecture, a, b, found.pair)
     kind = _hidden(probe, found, out)
     if kind == "small" and not reasons:
-        return settled("different", found, _first_difference(again or found))
+        return settled("different", found, _first_difference(search.from_the_ends() or found))
     reasons.append(_WHY[kind])
     return settled("undecided", found)
 
@@ -796,7 +797,7 @@ class _Search:
         if self.progress is not None:
             self.progress("residuals", done, total)
 
-    def matched(self, cycles: int = 100) -> _Found | None:
+    def matched(self, cycles: int = _CYCLES) -> _Found | None:
         """By alignment of the whole model; with fewer spaces where the gauge of a model cannot be folded."""
         for spaces in (SPACES, _UNGAUGED):
             try:

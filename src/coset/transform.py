@@ -137,7 +137,8 @@ class Transform:
         """Apply to all canonical tensors, or to whole blocks of them; computed in `dtype` and returned in it."""
         cast = {name: tensor.to(dtype) for name, tensor in parameters.items()}
         folded, normal, _ = fold(self.architecture, cast, self.target)
-        return unfold(self.architecture, move(folded, self.element, normal), self.target)
+        normal = move(folded, self.element, normal)  # frees what was folded
+        return unfold(self.architecture, normal, self.target)
 
     def inverse(self) -> Transform:
         """The transform that undoes this one."""

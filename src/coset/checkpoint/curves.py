@@ -33,7 +33,20 @@ def barrier_between(
     legacy: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Barrier:
-    """Loss and accuracy barrier of the straight line between two checkpoints, in float32.
+    """Loss and accuracy barrier of the straight line between two checkpoints as they are, in float32.
+
+    Parameters
+    ----------
+    first, second
+        Folders of the two ends. Both models are held in memory.
+    data, length, samples
+        See :func:`coset.checkpoint.data.read_data`.
+    points, batch, device, progress
+        See :func:`coset.connect.evaluate`.
+    plot, overwrite
+        Figure to write, and whether it may replace a file.
+    legacy
+        Accept pytorch_model.bin.
 
     Raises
     ------

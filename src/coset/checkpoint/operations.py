@@ -419,6 +419,17 @@ def merge(
     The output has the reference's files and config and loads as it is. Known invariants (a pooler, a task head) are averaged too where they
     are floating point.
 
+    Parameters
+    ----------
+    reference, others, out
+        Folders.
+    weight
+        Total weight of the others, in [0, 1], shared out evenly; default: every model counts the same.
+    aligned, spaces
+        Whether to align first, and what may then move; see :func:`align`.
+    overwrite, legacy, matching, progress
+        As for :func:`align`.
+
     Raises
     ------
     CosetError
