@@ -545,7 +545,7 @@ def invariance_error(
     check(architecture, a, "a")
     check(architecture, b, "b")
     usual = _sizes(architecture)
-    probe = _Probe.random(architecture, samples or usual[0], length or usual[1], seed)
+    probe = _Probe.random(architecture, usual[0] if samples is None else samples, usual[1] if length is None else length, seed)
     y_a, y_b = probe(a), probe(b)
     return float((y_a - y_b).norm() / y_b.norm())
 
@@ -732,7 +732,7 @@ def compare_sides(
     if all(a.dtypes[n] == b.dtypes[n] and _same_bits(a.parameters[n], b.parameters[n]) for n in tensors(architecture)):
         return Comparison("identical")
     usual = _sizes(architecture)
-    probe = _Probe.random(architecture, usual[0], length or usual[1], seed)
+    probe = _Probe.random(architecture, usual[0], usual[1] if length is None else length, seed)
     out = _outputs(probe, a, b, seed)
     if progress is not None:
         progress("outputs", 1, 1)
@@ -755,6 +755,10 @@ def compare_sides(
 
     if out.significant:
         found = search.from_the_ends() or search.matched()
+        if found is not None and found.exact and (a.coarse or b.coarse):
+            # Weights that agree to a coarse rounding: a model that amplifies rounding explains the outputs as well as a difference does.
+            reasons.append("the weights agree to rounding while the outputs do not: the model amplifies the rounding of its stored weights")
+            return settled("undecided", found)
         return settled("different", found, None if found is None else _first_difference(found))
     # The outputs agree, so an element that is not exact was not searched for well enough, or does not exist. One pass settles most cases.
     found = None

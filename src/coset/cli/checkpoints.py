@@ -15,6 +15,7 @@ from coset.cli.options import DEFAULTS, Common
 from coset.cli.output import complain, show, show_json
 from coset.cli.symmetry import spaces as space_table
 from coset.cli.symmetry import totals
+from coset.errors import CosetError
 
 if TYPE_CHECKING:
     from coset.checkpoint.operations import Written
@@ -263,6 +264,8 @@ def merge(
     legacy
         Accept pytorch_model.bin.
     """
+    if no_align and spaces is not None:
+        raise CosetError("--spaces: it says what alignment may move, and --no-align leaves alignment out; give one of them")
     from coset.checkpoint import operations
 
     with _progress(common, "writing") as (matching, writing):
