@@ -145,24 +145,28 @@ def read_and_write(inputs: list[Path], scratch: Path) -> Timer:
 
 
 def products(reference: Path, other: Path, layers: int) -> tuple[Timer, Timer]:
-    """The matrix products and the assignments of neurons, for all layers: measured on a few and scaled."""
+    """The matrix products, and scipy's assignments of the neurons on the same scores, for all layers: measured on a few and scaled."""
+    from coset.alignment.features import neuron_features
+    from coset.alignment.neurons import scores
     from coset.checkpoint.model import load
+    from coset.symmetries import mlp_group
 
     models = [load(folder) for folder in (reference, other)]
     multiply, assign = Timer(), Timer()
     sample = sorted({round(i * (layers - 1) / (SAMPLES - 1)) for i in range(SAMPLES)})
+    architecture = models[0].architecture
     for i in sample:
-        a, b = ({k.split(".", 2)[2]: v for k, v in m.block(i).items()} for m in models)
+        blocks = [m.block(i) for m in models]
+        a, b = ({k.split(".", 2)[2]: v for k, v in block.items()} for block in blocks)
         with multiply:
             _heads(a, b)
-        score = torch.zeros(NEURONS, NEURONS, dtype=torch.float64)
-        for name in ("mlp.up", "mlp.gate", "mlp.down"):
-            x, y = (p[name].mT if name == "mlp.down" else p[name] for p in (a, b))
-            with multiply:
-                product = x.mT @ y
-            score += product if name == "mlp.gate" else product.abs()
+            for name in ("mlp.up", "mlp.gate"):
+                a[name].mT @ b[name]
+            a["mlp.down"] @ b["mlp.down"].mT
+        sides = [neuron_features(architecture, i, block) for block in blocks]
+        score = scores(mlp_group(architecture.layers[i].mlp), *sides).numpy()
         with assign:
-            linear_sum_assignment(score.numpy(), maximize=True)
+            linear_sum_assignment(score, maximize=True)
     return multiply.scaled(layers / len(sample)), assign.scaled(layers / len(sample))
 
 

@@ -331,6 +331,7 @@ def test_fingerprints_of_copies_agree(name: str) -> None:
         assert fingerprint(a, cast(exact, torch.float32)).hash == own.hash
         assert fingerprint(a, exact).hash == own.hash
         assert own.distance(fingerprint(a, exact)) < 1e-10
+        assert own.alternate == fingerprint(a, exact).alternate != own.hash
     for kind in ("other seed", "fine-tuned"):
         wrong = KINDS[kind](a, p, random.Random(1))
         assert wrong is not None

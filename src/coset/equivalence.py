@@ -489,7 +489,7 @@ def _outputs(probe: _Probe, a: Side, b: Side, seed: int) -> Outputs:
     apart = probe(a.parameters)
     y_b = probe(b.parameters)
     apart = _apart(apart, y_b)
-    near = probe.short(128)
+    near = probe.short(64 if count(probe.architecture) > _LARGE else 128)
     roundings = []
     for i, side in enumerate((a, b)):
         plain = y_b if i == 1 and near is probe else near(side.parameters)

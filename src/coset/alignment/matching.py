@@ -66,6 +66,8 @@ DEFAULT_SOLVERS = Solvers()
 Progress = Callable[[str, int, int], None]
 """Called with what is being matched, how many blocks are done, and of how many."""
 
+_PIECE = 1 << 18
+
 Proposal = Callable[[], tuple[Element, list[str]]]
 """An element that may bring a layer closer, and notes."""
 
@@ -153,7 +155,7 @@ class _Problem:
     def gaps(self, a: Parameters, b: Parameters, names: Iterable[str]) -> dict[str, float]:
         """Squared distances of tensors of two blocks. Where there is a metric, readers inside layers are measured in it, each with its bias."""
         if self.metric is None:
-            return {name: _squared_gap(a[name], b[name]) for name in names}
+            return {name: squared_gap(a[name], b[name]) for name in names}
         gap, specs = {name: a[name] - b[name] for name in names}, tensors(self.working)
         out = {}
         for name in list(gap):
@@ -166,8 +168,13 @@ class _Problem:
         return out | {name: float(x.square().sum()) for name, x in gap.items()}
 
 
-def _squared_gap(x: Tensor, y: Tensor) -> float:
-    return float(torch.dist(x, y)) ** 2
+def squared_gap(x: Tensor, y: Tensor) -> float:
+    """``‖x − y‖²``, piece by piece along the slowest axis, so that differences never leave the cache."""
+    if x.numel() <= _PIECE:
+        return float(torch.dist(x, y)) ** 2
+    axis = max(range(x.ndim), key=x.stride)
+    rows = max(1, _PIECE * x.shape[axis] // x.numel())
+    return sum(float(torch.dist(p, q)) ** 2 for p, q in zip(torch.split(x, rows, axis), torch.split(y, rows, axis), strict=True))
 
 
 def _improve(
@@ -263,7 +270,7 @@ def _run(
                 progress(f"cycle {cycle + 1}", done, len(problem.blocks))
             if problem.untouched(index):
                 # A tensor at a time: vocabularies are large.
-                total += sum(_squared_gap(problem.reference[name], problem.other[name]) for name in _block(problem.architecture, index))
+                total += sum(squared_gap(problem.reference[name], problem.other[name]) for name in _block(problem.architecture, index))
                 continue
             a: Parameters = problem.a(index)
             b: Parameters = problem.b(index, element)

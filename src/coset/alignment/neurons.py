@@ -55,7 +55,7 @@ def _lean(f: NeuronFeatures) -> Tensor:
     return torch.where(fine, (torch.where(fine, sizes[0], ones) / torch.where(fine, sizes[1], ones)).pow(0.25), ones)
 
 
-def _scores(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> Tensor:
+def scores(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> Tensor:
     """What A's neuron i gains from B's neuron j in the best sign and the balancing scale, [i, j]; a block of rows at a time."""
     signs = isinstance(group, Monomial) and group.scales != "positive"
     scaled = isinstance(group, Monomial) and group.scales != "sign"
@@ -86,7 +86,7 @@ def _scores(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> Tensor:
 
 def _pair(group: Group, a: NeuronFeatures, b: NeuronFeatures) -> tuple[Element, Tensor]:
     """The best element for plain (unbatched) MLPs, and the score it reaches (for comparing experts)."""
-    score = _scores(group, a, b)
+    score = scores(group, a, b)
     order = assignment(score)
     reached = score[torch.arange(len(order)), order].sum()
     if not isinstance(group, Monomial):
@@ -157,4 +157,4 @@ def order_by_invariants(a: Tensor, b: Tensor) -> Tensor:
     return assignment(-torch.cdist(a * weight, b * weight).square())
 
 
-__all__ = ["invariants", "match_neurons", "order_by_invariants", "rescale", "solve_scales"]
+__all__ = ["invariants", "match_neurons", "order_by_invariants", "rescale", "scores", "solve_scales"]

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.alignment.matching import Match, Progress, match
+from coset.alignment.matching import Match, Progress, match, squared_gap
 from coset.architecture import Experts
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output
@@ -314,7 +314,7 @@ def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Iterable[
     gap = size = 0.0
     for name in names:
         x = a[name]
-        gap += float(torch.dist(x, b[name])) ** 2
+        gap += squared_gap(x, b[name])
         size += float(torch.linalg.vector_norm(x)) ** 2
     return math.sqrt(gap / size) if size else math.sqrt(gap)
 
