@@ -62,6 +62,9 @@ from coset.parameters import Parameters, TensorSpec, norms, tensors
 Tap = Callable[[str, Tensor], None]
 """Receives (site, tensor) for every intermediate value in the list above."""
 
+Cache = dict[str, Tensor]
+"""Keys (rotated) [batch, length, kv, qk] and values [batch, length, kv, vo] of the tokens read so far, by site; starts empty."""
+
 
 # --- initialisation -------------------------------------------------------------------------------------------------
 
@@ -184,7 +187,13 @@ def random_inputs(
 
 
 def forward(
-    architecture: Architecture, parameters: Parameters, inputs: Tensor, *, types: Tensor | None = None, tap: Tap | None = None
+    architecture: Architecture,
+    parameters: Parameters,
+    inputs: Tensor,
+    *,
+    types: Tensor | None = None,
+    tap: Tap | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
     """Outputs of the model.
 
@@ -198,6 +207,8 @@ def forward(
         Token types [batch, length] (int64) where the architecture has them; None for type 0 everywhere.
     tap
         Called with (site, tensor) for intermediate values; the sites are listed at the top of this module.
+    cache
+        Of a causal model of tokens: what it has read before `inputs`, which continue there. Grows by what is read now.
 
     Returns
     -------
@@ -209,13 +220,16 @@ def forward(
     ------
     CosetError
         If token ids or types are out of range or of the wrong dtype or shape, a sequence is longer than the position table, or patches do
-        not have the shape of the grid.
+        not have the shape of the grid; or there is a cache and the model is not causal, or reads patches.
     """
     tap = _ignore if tap is None else tap
-    x = _embed(architecture, parameters, inputs, types)
+    if cache is not None and (not architecture.causal or isinstance(architecture.inputs, Patches)):
+        raise CosetError("cache: only a causal model of tokens can continue from what it has read; leave the cache out")
+    start = 0 if not cache else cache["layers.0.attention.k"].shape[1]
+    x = _embed(architecture, parameters, inputs, types, start)
     tap("embed.output", x)
     for i in range(len(architecture.layers)):
-        x = _layer(architecture, i, parameters, x, tap)
+        x = _layer(architecture, i, parameters, x, tap, cache)
         tap(f"layers.{i}.output", x)
     x = _norm(architecture.final_norm, "final_norm", parameters, x)
     return _head(architecture, parameters, x, tap)
@@ -250,7 +264,7 @@ def attention(architecture: Architecture, index: int, parameters: Parameters, x:
     if x.ndim != 3 or x.shape[-1] != architecture.width:
         raise CosetError(f"attention input: expected shape [batch, length, {architecture.width}], got {list(x.shape)}")
     _check_length(architecture, x.shape[1])
-    return _attention(architecture, index, parameters, x, _ignore if tap is None else tap)
+    return _attention(architecture, index, parameters, x, _ignore if tap is None else tap, None)
 
 
 def _ignore(site: str, value: Tensor) -> None:
@@ -280,27 +294,27 @@ def _check_ids(what: str, ids: Tensor, count: int) -> None:
         raise CosetError(f"{what}: expected ids from 0 to {count - 1}, got {low if low < 0 else high}")
 
 
-def _embed(a: Architecture, parameters: Parameters, inputs: Tensor, types: Tensor | None) -> Tensor:
+def _embed(a: Architecture, parameters: Parameters, inputs: Tensor, types: Tensor | None, start: int) -> Tensor:
     if isinstance(a.inputs, Tokens):
-        x = _embed_tokens(a, a.inputs, parameters, inputs, types)
+        x = _embed_tokens(a, a.inputs, parameters, inputs, types, start)
     else:
         if types is not None:
             raise CosetError("token types: this architecture reads patches, which have none")
         x = _embed_patches(a.inputs, parameters, inputs)
-    length = x.shape[1]
+    end = start + x.shape[1]
     if isinstance(a.positions, LearnedPositions):
-        x = x + parameters["embed.positions"][a.positions.offset : a.positions.offset + length]
+        x = x + parameters["embed.positions"][a.positions.offset + start : a.positions.offset + end]
     elif isinstance(a.positions, Sinusoidal) and a.positions.stored:
-        x = x + parameters["embed.positions"][:length]
+        x = x + parameters["embed.positions"][start:end]
     elif isinstance(a.positions, Sinusoidal):
-        x = x + sinusoidal_table(dataclasses.replace(a.positions, count=length), a.width).to(x)
+        x = x + sinusoidal_table(dataclasses.replace(a.positions, count=end), a.width)[start:].to(x)
     return _norm(a.embedding_norm, "embed.norm", parameters, x)
 
 
-def _embed_tokens(a: Architecture, tokens: Tokens, parameters: Parameters, ids: Tensor, types: Tensor | None) -> Tensor:
+def _embed_tokens(a: Architecture, tokens: Tokens, parameters: Parameters, ids: Tensor, types: Tensor | None, start: int) -> Tensor:
     if ids.ndim != 2:
         raise CosetError(f"token ids: expected shape [batch, length], got {list(ids.shape)}")
-    _check_length(a, ids.shape[1])
+    _check_length(a, start + ids.shape[1])
     _check_ids("token ids", ids, tokens.vocabulary)
     x = F.embedding(ids, parameters["embed.tokens"])
     if tokens.scale != 1:
@@ -333,7 +347,7 @@ def _embed_patches(patches: Patches, parameters: Parameters, inputs: Tensor) -> 
     return x
 
 
-def _layer(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap) -> Tensor:
+def _layer(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap, cache: Cache | None) -> Tensor:
     layer = a.layers[i]
 
     def attention_norm(y: Tensor) -> Tensor:
@@ -343,13 +357,13 @@ def _layer(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap)
         return y if layer.mlp_norm is None else _norm(layer.mlp_norm, f"layers.{i}.mlp_norm", parameters, y)
 
     if layer.arrangement == "post":
-        x = attention_norm(x + _attention(a, i, parameters, x, tap))
+        x = attention_norm(x + _attention(a, i, parameters, x, tap, cache))
         return mlp_norm(x + _mlp(layer, i, parameters, x, tap))
     if layer.arrangement == "output":
-        x = x + attention_norm(_attention(a, i, parameters, x, tap))
+        x = x + attention_norm(_attention(a, i, parameters, x, tap, cache))
         return x + mlp_norm(_mlp(layer, i, parameters, x, tap))
     normalised = attention_norm(x)
-    attended = x + _attention(a, i, parameters, normalised, tap)
+    attended = x + _attention(a, i, parameters, normalised, tap, cache)
     if not layer.parallel:
         return attended + _mlp(layer, i, parameters, mlp_norm(attended), tap)
     return attended + _mlp(layer, i, parameters, normalised if layer.mlp_norm is None else mlp_norm(x), tap)
@@ -393,7 +407,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _attention(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap) -> Tensor:
+def _attention(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap, cache: Cache | None) -> Tensor:
     layer, p = a.layers[i].attention, f"layers.{i}.attention"
     tap(f"{p}.input", x)
     q = _project(x, parameters[f"{p}.q"], parameters[f"{p}.q_bias"] if layer.query_bias else None)
@@ -407,19 +421,24 @@ def _attention(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: 
     tap(f"{p}.q", q)
     tap(f"{p}.k", k)
     tap(f"{p}.v", v)
-    length = x.shape[1]
+    start = 0 if not cache or f"{p}.k" not in cache else cache[f"{p}.k"].shape[1]
+    length = start + x.shape[1]
     if isinstance(layer.positions, Rotary):
-        cos, sin = (t.to(x) for t in _rotation(a, layer.positions, length))
+        cos, sin = (t[start:].to(x) for t in _rotation(a, layer.positions, length))
         q = _rotate(layer.positions, q, cos[:, None, None], sin[:, None, None])
         k = _rotate(layer.positions, k, cos[:, None], sin[:, None])
 
+    if cache is not None:
+        if start:
+            k, v = torch.cat((cache[f"{p}.k"], k), 1), torch.cat((cache[f"{p}.v"], v), 1)
+        cache[f"{p}.k"], cache[f"{p}.v"] = k, v
     # [batch, length, kv, query, lanes] -> [batch, heads, length, lanes]; the query heads of a group see the same key and value.
     queries = q.flatten(2, 3).transpose(1, 2)
     keys, values = (t.unsqueeze(3).expand(-1, -1, -1, layer.group, -1).flatten(2, 3).transpose(1, 2) for t in (k, v))
-    bias = _bias(a.causal, layer, parameters, p, length, x)
+    bias = _bias(a.causal, layer, parameters, p, length, x, start)
     causal = a.causal and bias is None
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, is_causal=causal, scale=layer.scale)
-    heads = out.transpose(1, 2).reshape(x.shape[0], length, layer.kv_heads, layer.group, layer.value_dim)
+    heads = out.transpose(1, 2).reshape(*x.shape[:2], layer.kv_heads, layer.group, layer.value_dim)
     tap(f"{p}.heads", heads)
     y = heads.flatten(2) @ parameters[f"{p}.o"].flatten(0, 2)
     if layer.output_bias:
@@ -452,18 +471,22 @@ def _rotate(rotary: Rotary, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.flatten(-2), still), dim=-1)
 
 
-def _bias(causal: bool, layer: Attention, parameters: Parameters, p: str, length: int, like: Tensor) -> Tensor | None:
-    """What is added to the logits [heads or 1, query, key], hidden keys at minus infinity; None where only a causal mask may be needed."""
+def _bias(causal: bool, layer: Attention, parameters: Parameters, p: str, length: int, like: Tensor, start: int) -> Tensor | None:
+    """What is added to the logits [heads or 1, query, key], hidden keys at minus infinity; None where only a causal mask may be needed.
+
+    Keys stand at the positions below `length`, queries at those from `start` on.
+    """
     index = torch.arange(length, device=like.device)
-    distance = index[:, None] - index
+    distance = index[start:, None] - index
     if isinstance(layer.positions, Alibi):
         slopes = torch.tensor(layer.positions.slopes, dtype=torch.float64, device=like.device)
         bias = (-slopes[:, None, None] * distance.abs()).to(like.dtype)
     elif isinstance(layer.positions, RelativeBias):
         buckets = _buckets(layer.positions, distance, causal)
         bias = parameters[f"{p}.position_bias"][buckets].flatten(2).permute(2, 0, 1)
-    elif layer.window is not None:
-        bias = torch.zeros(1, length, length, dtype=like.dtype, device=like.device)
+    elif layer.window is not None or start:
+        # Behind a cache too: the fused causal mask would line the first query up with the first key.
+        bias = torch.zeros(1, *distance.shape, dtype=like.dtype, device=like.device)
     else:
         return None
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)

@@ -75,12 +75,15 @@ class HeadFeatures:
         [kv, rows, m] and [kv, query, m, width].
     per_query
         Further numbers that only travel with the heads, [kv, query, n]: position-bias rows, per-head gains.
+    heads
+        Outputs of the query heads [kv, query, rows, m], where activations are compared; None for weights.
     """
 
     qk: tuple[QKBlocks, ...]
     v: Tensor
     o: Tensor
     per_query: Tensor | None
+    heads: Tensor | None = None
 
 
 def head_features(
@@ -106,10 +109,11 @@ def head_features(
 
     q, k = columns("q", p.get(f"{prefix}.q_bias")), columns("k", k_bias)
     v = columns("v", v_bias).permute(1, 0, 2)
-    return HeadFeatures(_blocks(a, q, k), v, p[f"{prefix}.o"], _per_query(a, prefix, p))
+    return HeadFeatures(lane_features(a, q, k), v, p[f"{prefix}.o"], per_query_features(a, prefix, p))
 
 
-def _per_query(a: Attention, prefix: str, p: Parameters) -> Tensor | None:
+def per_query_features(a: Attention, prefix: str, p: Parameters) -> Tensor | None:
+    """What only travels with the query heads of a layer, [kv, query, n]; None where there is nothing."""
     parts = []
     table = p.get(f"{prefix}.position_bias")
     if table is not None:
@@ -131,8 +135,8 @@ def lane_blocks(a: Attention) -> tuple[tuple[Block, ...], ...]:
     return tuple(tuple(blocks) for blocks in kinds.values())
 
 
-def _blocks(a: Attention, q: Tensor, k: Tensor) -> tuple[QKBlocks, ...]:
-    """From q [rows, kv, query, lanes] and k [rows, kv, lanes]."""
+def lane_features(a: Attention, q: Tensor, k: Tensor) -> tuple[QKBlocks, ...]:
+    """Queries [rows, kv, query, lanes] and keys [rows, kv, lanes] by blocks of lanes of one kind and size."""
     out = []
     for blocks in lane_blocks(a):
         parts = [_lanes(x, blocks) for x in (q, k)]

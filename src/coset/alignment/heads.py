@@ -106,11 +106,31 @@ def head_cost(group: Wreath, a: HeadFeatures, b: HeadFeatures) -> Tensor:
         cost = _signed_cost(qk, a.qk[0], b.qk[0])
     else:
         cost = sum((_circuits(x.q, x.k, y.q, y.k) for x, y in zip(a.qk, b.qk, strict=True)), torch.zeros((), dtype=a.v.dtype))
-    # Here the output map is what each query head has of its own, and the values are shared.
-    cost = cost + _circuits(a.o.mT[None], a.v[None], b.o.mT[None], b.v[None])
+    if a.heads is None or b.heads is None:
+        cost = cost + _value_circuits(a, b)
+    else:
+        # Logits and outputs have units of their own, so each counts relative to its mean over all pairs.
+        cost = _over_mean(cost) + _over_mean(_written(a, a.heads, b, b.heads))
     if a.per_query is not None and b.per_query is not None:
         cost = cost + (a.per_query[:, :, None, None] - b.per_query[None, None]).square().sum(-1)
     return cost
+
+
+def _over_mean(cost: Tensor) -> Tensor:
+    return cost / cost.mean().clamp_min(torch.finfo(cost.dtype).tiny)
+
+
+def _value_circuits(a: HeadFeatures, b: HeadFeatures) -> Tensor:
+    # Here the output map is what each query head has of its own, and the values are shared.
+    return _circuits(a.o.mT[None], a.v[None], b.o.mT[None], b.v[None])
+
+
+def _written(a: HeadFeatures, z_a: Tensor, b: HeadFeatures, z_b: Tensor) -> Tensor:
+    """Distances of what the query heads write to the stream, z O: every query head has outputs z of its own."""
+    (kv, query), sides = a.o.shape[:2], []
+    for f, z in ((a, z_a), (b, z_b)):
+        sides += [f.o.mT.flatten(0, 1)[None, :, None], z.flatten(0, 1)[None]]
+    return _circuits(*sides).reshape(kv, query, kv, query)
 
 
 def _inner(group: Wreath) -> Product:
@@ -144,7 +164,8 @@ def reordered(f: HeadFeatures, order: Tensor, query: Tensor) -> HeadFeatures:
 
     qk = tuple(QKBlocks(x.blocks, per_query(x.q, 1), torch.index_select(x.k, 1, order)) for x in f.qk)
     extra = None if f.per_query is None else per_query(f.per_query, 0)
-    return HeadFeatures(qk, f.v[order], per_query(f.o, 0), extra)
+    heads = None if f.heads is None else per_query(f.heads, 0)
+    return HeadFeatures(qk, f.v[order], per_query(f.o, 0), extra, heads)
 
 
 def _flatten_queries(q: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,54 +17,17 @@ from torch import Tensor
 from coset.alignment.features import Metric, NeuronFeatures, head_features, metric_factor, neuron_features, stacked
 from coset.alignment.heads import Solvers, match_heads
 from coset.alignment.neurons import invariants, match_neurons, order_by_invariants, rescale
+from coset.alignment.pair import Alignment, Match, Pair, Progress, Step
 from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath
-from coset.normal_form import compatible_gauge, coordinates, fold, folded_architecture, read_gauge, unfold
+from coset.normal_form import coordinates, fold, folded_architecture, unfold
 from coset.parameters import Parameters, check, tensors
 from coset.symmetries import group as symmetry_group
-from coset.transform import SPACES, Transform, check_spaces, gauge_names, move
-
-
-@dataclass(frozen=True)
-class Step:
-    """The objective after one step of the matching."""
-
-    name: str
-    objective: float
-
-
-@dataclass(frozen=True)
-class Match:
-    """What was found.
-
-    Attributes
-    ----------
-    transform
-        Carries the other model to the reference, into the reference's gauge.
-    history
-        Objective (squared distance in the gauge of the matching) at the start and after every step; it never rises.
-    notes
-        Degenerate spots and how they were handled.
-    """
-
-    transform: Transform
-    history: tuple[Step, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Alignment(Match):
-    """A match together with the aligned parameters (float64): the other model's function, next to the reference."""
-
-    parameters: dict[str, Tensor]
-
+from coset.transform import SPACES, move
 
 DEFAULT_SOLVERS = Solvers()
-Progress = Callable[[str, int, int], None]
-"""Called with what is being matched, how many blocks are done, and of how many."""
-
 _PIECE = 1 << 18
 
 Proposal = Callable[[], tuple[Element, list[str]]]
@@ -76,11 +38,10 @@ def _block(architecture: Architecture, index: int | None) -> list[str]:
     return [name for name, spec in tensors(architecture).items() if spec.layer == index]
 
 
-class _Problem:
-    """Two models in the gauge of the matching, one block at a time, and the element found so far.
+class _Problem(Pair):
+    """A pair in the gauge of the matching, read one block at a time.
 
-    Shifts are folded away on both sides. Gains are folded too where the stream turns; otherwise both sides get the reference's gains, so
-    that distances are those of the weights that will be interpolated.
+    Where the stream stays, both sides get the reference's gains, so that distances are those of the weights that will be interpolated.
     """
 
     def __init__(
@@ -88,34 +49,19 @@ class _Problem:
         architecture: Architecture,
         reference: Parameters,
         other: Parameters,
+        *,
         spaces: tuple[str, ...],
+        layers: tuple[int, ...] | None,
         metric: Metric | None,
         pinned: tuple[str, ...],
     ):
-        self.architecture, self.reference, self.other, self.metric = architecture, reference, other, metric
-        self.names = gauge_names(architecture, spaces, pinned)
-        self.folded = folded_architecture(architecture, self.names)
-        groups = symmetry_group(self.folded).factors
-        self.groups: dict[str, Group] = {
-            key: g
-            for key, g in groups.items()
-            if (key == "stream" and "stream" in spaces)
-            or (key.endswith(".heads") and {"heads", "qk", "vo"} & set(spaces))
-            or (key.endswith(".neurons") and ("neurons" in spaces or ("experts" in spaces and isinstance(g, Wreath))))
-        }
+        super().__init__(architecture, reference, other, spaces=spaces, layers=layers, pinned=pinned)
+        self.metric = metric
         # The scale between query and key gains travels with the heads, so it stays folded while heads are matched.
         self.kept = () if "stream" in self.groups else tuple(n for n in self.names if n.endswith(".gain"))
         self.working = folded_architecture(architecture, [n for n in self.names if n not in self.kept])
         self.blocks: list[int | None] = [None, *range(len(architecture.layers))]
-        self.source: dict[str, Tensor] = {}
-        self.target: dict[str, Tensor] = {}
-        self.notes: list[str] = []
         self._factors: dict[str, Tensor] = {}
-
-    def gauges(self) -> None:
-        """Read both models once for their gauges."""
-        self.source = read_gauge(self.architecture, self.other, self.names)
-        self.target, self.notes = compatible_gauge(read_gauge(self.architecture, self.reference, self.names), self.source)
 
     def _read(self, p: Parameters, index: int | None) -> dict[str, Tensor]:
         return {name: p[name].to(torch.float64) for name in _block(self.architecture, index)}
@@ -247,15 +193,13 @@ def _run(
     problem: _Problem,
     element: dict[str, Element],
     *,
-    spaces: tuple[str, ...],
-    layers: tuple[int, ...],
     solvers: Solvers,
     cycles: int,
     tolerance: float,
     progress: Progress | None,
 ) -> tuple[dict[str, Element], list[Step], list[str]]:
     """Cycle over all spaces from a start. Returns the element, the objective step by step, and notes of the last pass."""
-    element = dict(element)
+    element, spaces = dict(element), problem.spaces
     steps: list[Step] = []
     notes: list[str] = []
     moves_stream = "stream" in problem.groups
@@ -277,11 +221,11 @@ def _run(
             gaps = problem.gaps(a, b, a)
             total += sum(gaps.values())
             size += sum(float(torch.linalg.vector_norm(x)) ** 2 for x in a.values()) if moves_stream else 0.0
-            if index is not None and index in layers and f"layers.{index}.heads" in problem.groups:
+            if index is not None and problem.moves(index, "heads"):
                 b, fell, found = _improve_heads(problem, index, a, b, gaps, element, solvers, spaces)
                 falls.append((f"layer {index} heads", fell))
                 notes += found
-            if index is not None and index in layers and f"layers.{index}.neurons" in problem.groups:
+            if index is not None and problem.moves(index, "neurons"):
                 b, fell = _improve_neurons(problem, index, a, b, gaps, element, spaces)
                 falls.append((f"layer {index} neurons", fell))
             if products is not None:
@@ -393,22 +337,14 @@ def match(
     CosetError
         If spaces are unknown, nothing can move, or the metric does not fit.
     """
-    check_spaces(spaces)
     if metric is not None and "stream" in spaces:
         raise CosetError(
             "metric: it is tied to the basis of the stream, so it cannot be used while the space stream moves; leave one of them out"
         )
-    problem = _Problem(architecture, reference, other, spaces, metric, pinned)
-    if not problem.groups and not problem.names:
-        raise CosetError(f"spaces: this architecture has nothing to move in {', '.join(spaces)}")
-    chosen = tuple(range(len(architecture.layers))) if layers is None else layers
-    wrong = [i for i in chosen if not 0 <= i < len(architecture.layers)]
-    if wrong:
-        raise CosetError(f"layers: {wrong} of {len(architecture.layers)} layers do not exist; count from 0")
-    problem.gauges()
+    problem = _Problem(architecture, reference, other, spaces=spaces, layers=layers, metric=metric, pinned=pinned)
 
     def run(first: dict[str, Element], passes: int) -> tuple[dict[str, Element], list[Step], list[str]]:
-        return _run(problem, first, spaces=spaces, layers=chosen, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress)
+        return _run(problem, first, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress)
 
     element: dict[str, Element] = {}
     if "stream" not in problem.groups:
@@ -426,9 +362,7 @@ def match(
         if cycles > 1:
             element, steps, notes = run(element, cycles - 1)
             history += [Step(s.name, min(s.objective, history[-1].objective)) for s in steps[1:]]
-    element = {key: element[key] if key in element else g.identity() for key, g in problem.groups.items()}
-    transform = Transform(architecture, element, problem.source, problem.target)
-    return Match(transform, tuple(history), (*problem.notes, *notes))
+    return Match(problem.transform(element), tuple(history), (*problem.notes, *notes))
 
 
 def align(

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from coset.alignment.matching import Progress
+from coset.alignment.pair import Progress
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import DTYPES, raw
 from coset.checkpoint.layout import check_finite

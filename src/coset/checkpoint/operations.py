@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.alignment.matching import Match, Progress, match, squared_gap
+from coset.alignment.matching import match, squared_gap
+from coset.alignment.pair import Match, Progress
 from coset.architecture import Experts
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output

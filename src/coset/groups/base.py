@@ -79,6 +79,21 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def tangent(self, direction: Element) -> Element:
+        """Orthogonal projection of a direction at the identity onto the Lie algebra.
+
+        Parameters
+        ----------
+        direction
+            Numbers in the places of an element's numbers (a gradient with respect to an element, say); the orders in it are the identity.
+            Where the group has no freedom the result is zero.
+        """
+
+    @abstractmethod
+    def exponential(self, tangent: Element) -> Element:
+        """The element exp(X) at the end of a direction X of the Lie algebra (as :meth:`tangent` returns it)."""
+
+    @abstractmethod
     def leaves(self, g: Element) -> dict[str, Tensor]:
         """The tensors that make up `g`, by name, for saving."""
 

@@ -59,6 +59,12 @@ class Product(Group):
     def act(self, g: dict[str, Element], x: Mapping[str, Any], variance: int = 1) -> dict[str, Any]:
         return {key: f.act(g[key], x[key], variance) for key, f in self.factors.items()}
 
+    def tangent(self, direction: dict[str, Element]) -> dict[str, Element]:
+        return {key: f.tangent(direction[key]) for key, f in self.factors.items()}
+
+    def exponential(self, tangent: dict[str, Element]) -> dict[str, Element]:
+        return {key: f.exponential(tangent[key]) for key, f in self.factors.items()}
+
     def leaves(self, g: dict[str, Element]) -> dict[str, Tensor]:
         return {f"{key}.{name}" if name else key: leaf for key, f in self.factors.items() for name, leaf in f.leaves(g[key]).items()}
 
@@ -138,6 +144,12 @@ class Wreath(Group):
 
     def act(self, g: WreathElement, x: Any, variance: int = 1) -> Any:
         return self.inner.act(g.inner, self.reorder(x, g.order), variance)
+
+    def tangent(self, direction: WreathElement) -> WreathElement:
+        return WreathElement(direction.order, self.inner.tangent(direction.inner))
+
+    def exponential(self, tangent: WreathElement) -> WreathElement:
+        return WreathElement(tangent.order, self.inner.exponential(tangent.inner))
 
     def leaves(self, g: WreathElement) -> dict[str, Tensor]:
         return {"order": g.order} | {f"inner.{name}" if name else "inner": leaf for name, leaf in self.inner.leaves(g.inner).items()}

@@ -51,6 +51,9 @@ class MatrixGroup(Group):
         rows = x.reshape(*g.shape[:-2], -1, self.n)
         return (rows @ matrix).reshape(x.shape)
 
+    def exponential(self, tangent: Tensor) -> Tensor:
+        return torch.linalg.matrix_exp(tangent)
+
     def leaves(self, g: Tensor) -> dict[str, Tensor]:
         return {"": g}
 
@@ -119,6 +122,12 @@ class GeneralLinear(MatrixGroup):
         tol = default_tolerance(g.dtype) if tolerance is None else tolerance
         return bool(((self.fixed.to(g) @ g - self.fixed.to(g)).abs() <= tol).all())
 
+    def tangent(self, direction: Tensor) -> Tensor:
+        if self.fixed is None:
+            return direction
+        fixed = self.fixed.to(direction)
+        return direction - fixed.mT @ (fixed @ direction)
+
 
 @dataclass(frozen=True)
 class Orthogonal(MatrixGroup):
@@ -173,3 +182,11 @@ class Orthogonal(MatrixGroup):
             return polar(inner)
         free = _complement(self.fixed.to(inner))
         return self._embed(polar(free @ inner @ free.mT))
+
+    def tangent(self, direction: Tensor) -> Tensor:
+        skew = (direction - direction.mT) / 2
+        if self.fixed is None:
+            return skew
+        fixed = self.fixed.to(direction)
+        rest = skew - fixed.mT @ (fixed @ skew)
+        return rest - (rest @ fixed.mT) @ fixed

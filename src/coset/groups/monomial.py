@@ -143,6 +143,12 @@ class Permutation(Group):
             score = score.masked_fill(~allowed, -1 - 2 * self.n * float(score.abs().max()))
         return assignment(score)
 
+    def tangent(self, direction: Tensor) -> Tensor:
+        return direction
+
+    def exponential(self, tangent: Tensor) -> Tensor:
+        return tangent
+
     def leaves(self, g: Tensor) -> dict[str, Tensor]:
         return {"": g}
 
@@ -231,6 +237,12 @@ class Monomial(Group):
         keep = (gain >= gain_flipped)[..., None]
         return MonomialElement(torch.where(keep, order, flipped), torch.where(keep, ones, -ones))
 
+    def tangent(self, direction: MonomialElement) -> MonomialElement:
+        return MonomialElement(direction.order, direction.scale if self.dimension else torch.zeros_like(direction.scale))
+
+    def exponential(self, tangent: MonomialElement) -> MonomialElement:
+        return MonomialElement(tangent.order, tangent.scale.exp())
+
     def leaves(self, g: MonomialElement) -> dict[str, Tensor]:
         return {"order": g.order, "scale": g.scale}
 
@@ -317,6 +329,12 @@ class Scaling(Group):
         owner = self.owner.to(diagonal.device).expand(diagonal.shape)
         total = torch.zeros(*diagonal.shape[:-1], self.size, dtype=diagonal.dtype, device=diagonal.device).scatter_add(-1, owner, diagonal)
         return torch.where(total < 0, -torch.ones_like(total), torch.ones_like(total))
+
+    def tangent(self, direction: Tensor) -> Tensor:
+        return direction if self.dimension else torch.zeros_like(direction)
+
+    def exponential(self, tangent: Tensor) -> Tensor:
+        return tangent.exp()
 
     def leaves(self, g: Tensor) -> dict[str, Tensor]:
         return {"": g}

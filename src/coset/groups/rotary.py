@@ -153,6 +153,10 @@ class RotaryCommutant(MatrixGroup):
             return bool(((g @ g.mT - torch.eye(self.n, dtype=g.dtype, device=g.device)).abs() <= tol).all())
         return bool((torch.linalg.matrix_rank(g) == self.n).all())
 
+    def tangent(self, direction: Tensor) -> Tensor:
+        inside = self.project(direction)
+        return (inside - inside.mT) / 2 if self.compact else inside
+
     def best(self, inner: Tensor) -> Tensor:
         r"""The isometry g of the group that maximises ``⟨B g, A⟩`` given ``inner = BᵀA`` [*batch, n, n]. Exact: a polar factor per block."""
         return sum((self.embed(b, polar(self.extract(b, inner))) for b in self.blocks), torch.zeros_like(inner))
