@@ -9,11 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coset.alignment import Alignment, Solvers, align, balancing_element, input_moments
+    from coset.alignment import (
+        Alignment,
+        Consensus,
+        Learning,
+        Matching,
+        Solvers,
+        align,
+        align_many,
+        balancing_element,
+        input_moments,
+        sample_text,
+    )
     from coset.architecture import Architecture, uniform
     from coset.certificate import Certificate, certify
     from coset.checkpoint import load, save
-    from coset.connect import Barrier, barrier, interpolate
+    from coset.connect import Barrier, Refit, barrier, interpolate, interpolate_circuits, refit
     from coset.equivalence import Comparison, assert_equivalent, compare, invariance_error
     from coset.errors import CosetError
     from coset.invariants import Fingerprint, fingerprint
@@ -23,11 +34,22 @@ if TYPE_CHECKING:
     from coset.transformer import forward, initialise, random_inputs
 
 _HOME = {
-    "alignment": ("Alignment", "Solvers", "align", "balancing_element", "input_moments"),
+    "alignment": (
+        "Alignment",
+        "Consensus",
+        "Learning",
+        "Matching",
+        "Solvers",
+        "align",
+        "align_many",
+        "balancing_element",
+        "input_moments",
+        "sample_text",
+    ),
     "architecture": ("Architecture", "uniform"),
     "certificate": ("Certificate", "certify"),
     "checkpoint": ("load", "save"),
-    "connect": ("Barrier", "barrier", "interpolate"),
+    "connect": ("Barrier", "Refit", "barrier", "interpolate", "interpolate_circuits", "refit"),
     "equivalence": ("Comparison", "assert_equivalent", "compare", "invariance_error"),
     "errors": ("CosetError",),
     "normal_form": ("fold", "unfold"),
@@ -40,10 +62,15 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - grouped by module
     "Alignment",
+    "Consensus",
+    "Learning",
+    "Matching",
     "Solvers",
     "align",
+    "align_many",
     "balancing_element",
     "input_moments",
+    "sample_text",
     "Architecture",
     "uniform",
     "Certificate",
@@ -51,8 +78,11 @@ __all__ = [  # noqa: RUF022 - grouped by module
     "load",
     "save",
     "Barrier",
+    "Refit",
     "barrier",
     "interpolate",
+    "interpolate_circuits",
+    "refit",
     "Comparison",
     "assert_equivalent",
     "compare",

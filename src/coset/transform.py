@@ -133,6 +133,10 @@ class Transform:
         """Architecture of the normal form on which the element acts."""
         return folded_architecture(self.architecture, self.target)
 
+    def groups(self) -> Mapping[str, Group]:
+        """The group of every space, of which the element holds one element each."""
+        return symmetry_group(self.folded).factors
+
     def __call__(self, parameters: Parameters, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """Apply to all canonical tensors, or to whole blocks of them; computed in `dtype` and returned in it."""
         cast = {name: tensor.to(dtype) for name, tensor in parameters.items()}
@@ -208,8 +212,9 @@ class Transform:
         if metadata.get("coset") != "transform":
             raise CosetError(f"{path}: not a transform written by coset (its metadata says {metadata.get('coset')!r})")
         if metadata.get("signature") != json.dumps(signature(architecture)):
+            lines = _signature_differences(metadata.get("signature", ""), signature(architecture))
             raise CosetError(
-                f"{path}: this transform was written for another architecture; expected tensors {signature(architecture)['summary']}"
+                "\n".join([f"{path}: this transform was written for another architecture than that of the checkpoint", *lines])
             )
         gauges: dict[str, dict[str, Tensor]] = {"source": {}, "target": {}}
         leaves: dict[str, dict[str, Tensor]] = {}
@@ -286,6 +291,31 @@ def signature(architecture: Architecture) -> dict[str, Any]:
     shapes = {name: list(spec.shape) for name, spec in tensors(architecture).items()}
     summary = f"{len(layers)} layers of width {architecture.width}, {layers[0][0]} heads on {layers[0][1]} KV heads of width {layers[0][2]}"
     return {"summary": summary, "layers": layers, "shapes": shapes}
+
+
+def _signature_differences(stored: str, expected: Mapping[str, Any]) -> list[str]:
+    """In what a transform file's signature is not the one of a checkpoint's architecture, a line each."""
+    try:
+        found = json.loads(stored)
+        layers, shapes = list(found["layers"]), dict(found["shapes"])
+    except (ValueError, KeyError, TypeError):
+        return ["the file does not say for which"]
+    lines = []
+    if len(layers) != len(expected["layers"]):
+        lines.append(f"layers: the checkpoint has {len(expected['layers'])}, the transform {len(layers)}")
+    fields = ("heads", "KV heads", "head width", "value width", "rotary planes", "rotary frequencies")
+    for i, (own, other) in enumerate(zip(expected["layers"], layers, strict=False)):
+        for field, x, y in zip(fields, own, other, strict=True):
+            if x != y:
+                shown = (x, y) if field[0] != "r" else (f"{len(x)} planes", f"{len(y)} planes" if len(x) != len(y) else "other ones")
+                lines.append(f"layer {i}, {field}: the checkpoint has {shown[0]}, the transform {shown[1]}")
+    # Counts of layers and heads decide about the shapes of tensors, which then say nothing new.
+    for name in () if lines else dict.fromkeys((*expected["shapes"], *shapes)):
+        x, y = (s.get(name, "no such tensor") for s in (expected["shapes"], shapes))
+        if x != y:
+            lines.append(f"tensor {name}: the checkpoint has {x}, the transform {y}")
+    most = 12
+    return lines[:most] + ([f"... and {len(lines) - most} more"] if len(lines) > most else [])
 
 
 def gauge_names(architecture: Architecture, spaces: tuple[str, ...], pinned: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from architecture_zoo import LAYER, attention, difference, distance, flags, function, model, of_layers
-from coset.alignment import Solvers, align, match
+from coset.alignment import Matching, Solvers, align, match
 from coset.architecture import MLP, Architecture, Layer
 from coset.errors import CosetError
 from coset.transform import SPACES, random_transform
@@ -123,7 +123,9 @@ def test_dead_parts_against_a_healthy_model(architecture: Architecture, what: st
     healthy, sick = model(architecture, 1), with_zero(model(architecture, 2), what)
     for reference, other in ((healthy, sick), (sick, healthy)):
         # The stream makes many passes; the paper's solvers are slow.
-        found = align(architecture, reference, other, solvers=solvers, cycles=3, spaces=SPACES if solvers == SOLVERS[0] else SPACES[:3])
+        found = align(
+            architecture, reference, other, how=Matching(solvers=solvers, cycles=3), spaces=SPACES if solvers == SOLVERS[0] else SPACES[:3]
+        )
         safe(architecture, found.parameters, other)
         assert found.transform.belongs()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from architecture_zoo import RMS, attention, difference, distance, flags, function, model, of_layers
-from coset.alignment import Solvers, align
+from coset.alignment import Matching, Solvers, align
 from coset.alignment.features import head_features
 from coset.alignment.heads import assign_heads, head_cost
 from coset.architecture import MLP, Alibi, Architecture, Attention, Layer, RelativeBias, Rotary
@@ -158,7 +158,7 @@ def test_our_solvers_are_never_above_the_variants(pe: str) -> None:
     expected = function(architecture, b)
     reached = []
     for solvers in SOLVERS:
-        found = align(architecture, a, b, spaces=("heads", "qk", "vo"), solvers=solvers)
+        found = align(architecture, a, b, spaces=("heads", "qk", "vo"), how=Matching(solvers=solvers))
         assert difference(function(architecture, found.parameters), expected) <= 1e-10
         reached.append(distance(found.parameters, a))
     assert all(reached[0] <= other * (1 + 1e-6) for other in reached)
@@ -168,7 +168,7 @@ def test_our_solvers_are_never_above_the_variants(pe: str) -> None:
 def test_orthogonal_variant_stays_among_isometries() -> None:
     architecture = flags("rope", "none", "none", 3, None, "gelu", False, layers=1)
     a, b = model(architecture, 1), model(architecture, 2)
-    element = align(architecture, a, b, spaces=("heads", "qk", "vo"), solvers=Solvers(linear="orthogonal")).transform.element[
+    element = align(architecture, a, b, spaces=("heads", "qk", "vo"), how=Matching(solvers=Solvers(linear="orthogonal"))).transform.element[
         "layers.0.heads"
     ]
     eye = torch.eye(4, dtype=torch.float64)

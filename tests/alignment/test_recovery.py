@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from architecture_zoo import RMS, attention, difference, distance, flags, function, grid, model, of_layers, special
-from coset.alignment import Alignment, align
+from coset.alignment import Alignment, Matching, align
 from coset.architecture import MLP, Architecture, Layer, Rotary, Sinusoidal, uniform
 from coset.parameters import tensors
 from coset.transform import SPACES, random_transform
@@ -183,7 +183,7 @@ INDEPENDENT = {
 def test_independent_models(architecture: Architecture, spaces: tuple[str, ...]) -> None:
     a, b = model(architecture, 1), model(architecture, 2)
     before = {n: x.clone() for n, x in a.items()}
-    found = align(architecture, a, b, spaces=spaces, cycles=12)
+    found = align(architecture, a, b, how=Matching(cycles=12), spaces=spaces)
     assert never_rises(found)
     squared = [sum(float((a[n] - m[n]).square().sum()) for n in a) for m in (b, found.parameters)]
     assert found.history[0].objective == pytest.approx(squared[0], rel=1e-9)
@@ -206,7 +206,7 @@ def test_independent_models_in_all_spaces(name: str, seed: int) -> None:
         "parallel": SPECIAL["parallel, one norm, biased"],
     }[name]
     a, b = model(architecture, 10 + seed), model(architecture, 20 + seed)
-    found = align(architecture, a, b, cycles=8)
+    found = align(architecture, a, b, how=Matching(cycles=8))
     assert never_rises(found)
     assert found.history[-1].objective < found.history[0].objective
     assert difference(function(architecture, found.parameters), function(architecture, b)) <= 1e-10

@@ -75,6 +75,36 @@ class GroupLaws(ABC):
         self.same(group, group.compose(one, g), g, tolerance)
         self.same(group, group.compose(g, one), g, tolerance)
 
+    def directions(self, group: Group, batch: tuple[int, ...], dtype: torch.dtype, fill: Any) -> Element:
+        """A direction at the identity: numbers from ``fill(shape)``, orders as they are."""
+        leaves = group.leaves(group.identity(batch, dtype=dtype))
+        return group.build({name: fill(leaf.shape).to(dtype) if leaf.is_floating_point() else leaf for name, leaf in leaves.items()})
+
+    @given(data=st.data())
+    def test_exponential_of_a_tangent_is_an_element(self, data: st.DataObject, dtype: torch.dtype, tolerance: float) -> None:
+        group, batch, draw = self.draw(data)
+        direction = self.directions(group, batch, dtype, lambda shape: 0.3 * torch.randn(shape, generator=draw, dtype=torch.float64))
+        tangent = group.tangent(direction)
+        self.same(group, group.tangent(tangent), tangent, tolerance)
+        g = group.exponential(tangent)
+        assert group.belongs(g)
+        leaves = group.leaves(tangent)
+        back = group.build({name: -leaf if leaf.is_floating_point() else leaf for name, leaf in leaves.items()})
+        self.same(group, group.compose(g, group.exponential(back)), group.identity(batch, dtype=dtype), 100 * tolerance)
+
+    @given(data=st.data())
+    def test_tangents_span_the_dimension(self, data: st.DataObject) -> None:
+        group = data.draw(self.groups())
+        leaves = group.leaves(group.identity())
+        sizes = [leaf.numel() for leaf in leaves.values() if leaf.is_floating_point()]
+        # Every basis direction at once, along a batch axis.
+        basis = iter(torch.eye(sum(sizes), dtype=torch.float64).split(sizes, 1))
+        direction = self.directions(group, (sum(sizes),), torch.float64, lambda shape: next(basis).reshape(shape))
+        tangent = group.leaves(group.tangent(direction))
+        flat = [leaf.flatten(1) for leaf in tangent.values() if leaf.is_floating_point()]
+        rank = int(torch.linalg.matrix_rank(torch.cat(flat, 1), atol=1e-9, rtol=0.0)) if flat else 0
+        assert rank == group.dimension
+
     @given(data=st.data())
     def test_inverse(self, data: st.DataObject, dtype: torch.dtype, tolerance: float) -> None:
         group, batch, draw = self.draw(data)

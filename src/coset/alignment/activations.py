@@ -7,7 +7,8 @@ The products of the two models' activations take the place of the products of th
   each head minimises ‖q_A − q_B U‖² + ‖k_A − k_B U^{-T}‖², each term relative to its size, and likewise for values and outputs;
 * *neurons*: the assignment of largest correlation of hidden activations, from their means.
 
-The result does not depend on where the other model starts in its orbit, so a second pass would find the same.
+Nothing here starts from where the other model lies in its orbit, so a second pass finds the same, and so does a scrambled copy (but for local
+minima of the bases where the models have little in common).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from coset.transform import SPACES, move
 
 _TOKENS = 1024
 """Positions in a batch: what bounds the activations held at once."""
+_TIE = 1e-3
+"""Weight of what neurons write beside the correlation of what they compute: it decides only between neurons that correlate alike."""
 
 
 class Products:
@@ -229,7 +232,9 @@ def _neurons(
 ) -> tuple[Element, Tensor]:
     """The element of one MLP, and the correlation that it reaches."""
     signed = isinstance(group, Monomial) and group.scales in ("sign", "nonzero")
-    score = correlation.abs() if signed else correlation
+    # Neurons that no input wakes are told apart by what they would write.
+    score = correlation + _TIE * (_unit(down[0]) @ _unit(down[1]).mT)
+    score = score.abs() if signed else score
     order = assignment(score)
     lanes = torch.arange(len(order))
     reached = score[lanes, order].sum()
@@ -238,15 +243,22 @@ def _neurons(
     if group.scales == "sign":
         return MonomialElement(order, torch.where(correlation[lanes, order] < 0, -1.0, 1.0).to(correlation.dtype)), reached
     a, b = down[0], down[1][order]
-    hidden, written = sizes[0].clamp_min(1e-300), a.square().sum(-1).clamp_min(1e-300)
-    scale = solve_scales(
-        covariance[lanes, order] / hidden,
-        (a * b).sum(-1) / written,
-        sizes[1][order] / hidden,
-        b.square().sum(-1) / written,
-        positive=group.scales == "positive",
-    )
-    return MonomialElement(order, scale), reached
+    tiny = torch.finfo(correlation.dtype).tiny
+    hidden, written = sizes[0].clamp_min(tiny), a.square().sum(-1).clamp_min(tiny)
+    alpha, beta = covariance[lanes, order] / hidden, (a * b).sum(-1) / written
+    p, q = sizes[1][order] / hidden, b.square().sum(-1) / written
+    asleep = correlation[lanes, order] == 0
+    # Of a neuron that no input wakes only what it would write can be compared: there the best scale is a ratio of norms.
+    still = torch.where(q > 0, q, torch.ones_like(q)).sqrt()
+    still = torch.where(beta < 0, -still, still) if signed else still
+    solved = solve_scales(alpha, beta, torch.where(asleep, 0.0, p), q, positive=group.scales == "positive")
+    return MonomialElement(order, torch.where(asleep, still, solved)), reached
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Rows at norm one; zero rows stay."""
+    size = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return rows / torch.where(size > 0, size, torch.ones_like(size))
 
 
 # --- the pass -------------------------------------------------------------------------------------------------------

@@ -106,11 +106,11 @@ def head_cost(group: Wreath, a: HeadFeatures, b: HeadFeatures) -> Tensor:
         cost = _signed_cost(qk, a.qk[0], b.qk[0])
     else:
         cost = sum((_circuits(x.q, x.k, y.q, y.k) for x, y in zip(a.qk, b.qk, strict=True)), torch.zeros((), dtype=a.v.dtype))
-    if a.heads is None or b.heads is None:
-        cost = cost + _value_circuits(a, b)
-    else:
+    if a.heads is not None and b.heads is not None:
         # Logits and outputs have units of their own, so each counts relative to its mean over all pairs.
         cost = _over_mean(cost) + _over_mean(_written(a, a.heads, b, b.heads))
+    else:
+        cost = cost + _value_circuits(a, b)
     if a.per_query is not None and b.per_query is not None:
         cost = cost + (a.per_query[:, :, None, None] - b.per_query[None, None]).square().sum(-1)
     return cost

@@ -17,13 +17,13 @@ from torch import Tensor
 from coset.alignment.features import Metric, NeuronFeatures, head_features, metric_factor, neuron_features, stacked
 from coset.alignment.heads import Solvers, match_heads
 from coset.alignment.neurons import invariants, match_neurons, order_by_invariants, rescale
-from coset.alignment.pair import Alignment, Match, Pair, Progress, Step
+from coset.alignment.pair import Match, Pair, Progress, Step
 from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Element, Group, Monomial, MonomialElement, Permutation, Wreath
 from coset.normal_form import coordinates, fold, folded_architecture, unfold
-from coset.parameters import Parameters, check, tensors
+from coset.parameters import Parameters, tensors
 from coset.symmetries import group as symmetry_group
 from coset.transform import SPACES, move
 
@@ -363,46 +363,3 @@ def match(
             element, steps, notes = run(element, cycles - 1)
             history += [Step(s.name, min(s.objective, history[-1].objective)) for s in steps[1:]]
     return Match(problem.transform(element), tuple(history), (*problem.notes, *notes))
-
-
-def align(
-    architecture: Architecture,
-    reference: Parameters,
-    other: Parameters,
-    *,
-    spaces: tuple[str, ...] = SPACES,
-    layers: tuple[int, ...] | None = None,
-    metric: Metric | None = None,
-    solvers: Solvers = DEFAULT_SOLVERS,
-    cycles: int = 100,
-    tolerance: float = 1e-6,
-    progress: Progress | None = None,
-) -> Alignment:
-    """Express `other` as close to `reference` as the symmetries allow: same function as `other`, in the reference's gauge.
-
-    The reference is not touched. See :func:`match` for the parameters; both models are checked tensor by tensor first.
-
-    Examples
-    --------
-    >>> from coset.architecture import uniform
-    >>> from coset.transformer import initialise
-    >>> architecture = uniform(pe="rope", layers=1, width=8, heads=2, vocab=11)
-    >>> model = initialise(architecture, seed=0)
-    >>> round(align(architecture, model, model).history[-1].objective, 6)
-    0.0
-    """
-    check(architecture, reference, "reference")
-    check(architecture, other, "other")
-    found = match(
-        architecture,
-        reference,
-        other,
-        spaces=spaces,
-        layers=layers,
-        metric=metric,
-        solvers=solvers,
-        cycles=cycles,
-        tolerance=tolerance,
-        progress=progress,
-    )
-    return Alignment(found.transform, found.history, found.notes, found.transform({name: other[name] for name in tensors(architecture)}))

@@ -65,7 +65,8 @@ class Cross:
     @staticmethod
     def zero(n: int) -> Cross:
         """Nothing seen yet."""
-        return Cross(torch.zeros(n, n, dtype=torch.float64), *([torch.zeros(n, dtype=torch.float64) for _ in range(2)] for _ in range(2)))
+        totals, squares = ([torch.zeros(n, dtype=torch.float64) for _ in range(2)] for _ in range(2))
+        return Cross(torch.zeros(n, n, dtype=torch.float64), totals, squares)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Accumulate rows of both models, [.., n] each."""

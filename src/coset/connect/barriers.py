@@ -1,4 +1,4 @@
-"""Loss and accuracy along the segment between two models, and the barrier on it."""
+"""Loss and accuracy along a path between two models, and the barrier on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from coset.architecture import Architecture
-from coset.connect.objective import accumulate, check_data
-from coset.connect.paths import interpolate
+from coset.connect.paths import Path, segment
 from coset.errors import CosetError
+from coset.objective import accumulate, check_data
 from coset.parameters import Parameters, check
 from coset.transformer import forward
 
@@ -72,12 +72,13 @@ def evaluate(
     inputs: Tensor,
     targets: Tensor | None = None,
     *,
+    path: Path = segment,
     points: int = 25,
     batch: int = 512,
     device: str | torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Curve:
-    """Loss and accuracy at `points` equidistant points of the segment from `a` (t = 0) to `b` (t = 1).
+    """Loss and accuracy at `points` equidistant points of a path from `a` (t = 0) to `b` (t = 1).
 
     Parameters
     ----------
@@ -85,7 +86,9 @@ def evaluate(
         Two models of `architecture`.
     inputs, targets
         Token ids [n, length] or patches [n, patches, features]; classes [n] or token ids [n, length]. A language model without
-        targets is scored on the next token. See :func:`coset.connect.objective.check_data`.
+        targets is scored on the next token. See :func:`coset.objective.check_data`.
+    path
+        The straight segment by default; :func:`coset.connect.interpolate_circuits` interpolates circuits in place of their factors.
     points
         How many points, both ends included.
     batch
@@ -115,10 +118,10 @@ def evaluate(
     grid = tuple(i / (points - 1) for i in range(points))
     scores = []
     for done, t in enumerate(grid, 1):
-        middle = interpolate(a, b, t)
+        place, middle = path(architecture, a, b, t)
 
-        def outputs(x: Tensor, p: Parameters = middle) -> Tensor:
-            return forward(architecture, p, x)
+        def outputs(x: Tensor, at: Architecture = place, p: Parameters = middle) -> Tensor:
+            return forward(at, p, x)
 
         scores.append(accumulate(architecture, outputs, inputs, targets, batch))
         if progress is not None:
@@ -148,13 +151,16 @@ def barrier(
     inputs: Tensor,
     targets: Tensor | None = None,
     *,
+    path: Path = segment,
     points: int = 25,
     batch: int = 512,
     device: str | torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Barrier:
     """Loss and accuracy barrier between two models: :func:`barrier_of` the curve of :func:`evaluate`."""
-    return barrier_of(evaluate(architecture, a, b, inputs, targets, points=points, batch=batch, device=device, progress=progress))
+    return barrier_of(
+        evaluate(architecture, a, b, inputs, targets, path=path, points=points, batch=batch, device=device, progress=progress)
+    )
 
 
 def summarise(values: Sequence[float]) -> dict[str, float | None]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.parameters import Parameters
+
+Path = Callable[[Architecture, Parameters, Parameters, float], tuple[Architecture, dict[str, Tensor]]]
+"""From an architecture, two models of it and a place t in [0, 1] to a model, which may be of another architecture."""
+
+
+def segment(architecture: Architecture, a: Parameters, b: Parameters, t: float) -> tuple[Architecture, dict[str, Tensor]]:
+    """The straight path in the space of weights: :func:`interpolate`, in the same architecture."""
+    return architecture, interpolate(a, b, t)
 
 
 def interpolate(a: Parameters, b: Parameters, t: float) -> dict[str, Tensor]:

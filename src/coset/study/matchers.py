@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from coset.alignment import align, input_moments
-from coset.architecture import Architecture
+from coset.alignment import Learning, Matching, find_match, input_moments
+from coset.architecture import Architecture, LanguageModel
 from coset.errors import CosetError
 from coset.parameters import Parameters
 from coset.transform import SPACES
@@ -25,8 +25,14 @@ class Case:
     ----------
     layers
         The layers that may move; None for all of them.
-    inputs
-        Data from which a matcher may take second moments of activations.
+    inputs, targets
+        Training data, for the matchers that use any; only those named ``_task`` look at the targets.
+    spaces
+        The spaces that may move.
+    seed
+        Of matchers that draw anything.
+    steps
+        Of learning.
     """
 
     architecture: Architecture
@@ -34,6 +40,10 @@ class Case:
     other: Parameters
     layers: tuple[int, ...] | None
     inputs: Tensor
+    targets: Tensor | None = None
+    spaces: tuple[str, ...] = SPACES
+    seed: int = 0
+    steps: int = 600
 
 
 Matcher = Callable[[Case], Parameters]
@@ -44,37 +54,57 @@ def _naive(case: Case) -> Parameters:
     return case.other
 
 
-_CYCLES = 20
-"""Passes over all spaces. Measured on the demo's models, twice as many lower the squared distance by 0.1 % at most and leave the barrier."""
+# Measured on the demo's models, twice as many passes lower the squared distance by 0.1 % at most and leave the barrier.
+_WEIGHTS = Matching("weights", cycles=20)
 
 
-def _aligned(case: Case, spaces: tuple[str, ...], metric: Mapping[str, Tensor] | None = None) -> Parameters:
-    found = align(
-        case.architecture, case.reference, case.other, spaces=spaces, layers=case.layers, metric=metric, cycles=_CYCLES
-    ).parameters
+def _aligned(case: Case, how: Matching, *, data: bool = False, metric: Mapping[str, Tensor] | None = None) -> Parameters:
+    found = find_match(
+        case.architecture,
+        case.reference,
+        case.other,
+        replace(how, seed=case.seed, learning=Learning(steps=case.steps)),
+        inputs=case.inputs if data else None,
+        targets=case.targets if data else None,
+        metric=metric,
+        spaces=case.spaces,
+        layers=case.layers,
+    )
+    moved = found.transform(case.other)
     # Computed in float64; this is the one cast, to what the model came in.
-    return {name: found[name].to(x.dtype) for name, x in case.other.items()}
+    return {name: moved[name].to(x.dtype) for name, x in case.other.items()}
 
 
 def _two_stage(case: Case) -> Parameters:
-    return _aligned(case, HEADS)
+    return _aligned(replace(case, spaces=HEADS), _WEIGHTS)
 
 
 def _two_stage_metric(case: Case) -> Parameters:
-    return _aligned(case, HEADS, input_moments(case.architecture, case.reference, case.inputs))
+    metric = input_moments(case.architecture, case.reference, case.inputs)
+    return _aligned(replace(case, spaces=HEADS), _WEIGHTS, metric=metric)
 
 
-def _full(case: Case) -> Parameters:
-    return _aligned(case, SPACES)
+def _self_or_probes(case: Case) -> Parameters:
+    writes = isinstance(case.architecture.outputs, LanguageModel) and case.architecture.causal
+    return _aligned(case, Matching("self" if writes else "probes"))
 
 
 MATCHERS: Mapping[str, Matcher] = {
     "naive": _naive,
     "two_stage": _two_stage,
     "two_stage_metric": _two_stage_metric,
-    "full": _full,
+    "weights": lambda case: _aligned(case, _WEIGHTS),
+    "probes": lambda case: _aligned(case, Matching("probes")),
+    "self": _self_or_probes,
+    "activations": lambda case: _aligned(case, Matching("activations"), data=True),
+    "search": lambda case: _aligned(case, Matching("search"), data=True),
+    "learned": lambda case: _aligned(case, Matching("learned"), data=True),
+    "learned_task": lambda case: _aligned(case, Matching("learned", task=True), data=True),
+    "learned_free": lambda case: _aligned(case, Matching("learned")),
 }
-"""``naive`` does nothing; ``two_stage`` is the paper's; ``_metric`` weighs the input side by its second moments; ``full`` moves all spaces."""
+"""``naive`` does nothing; ``two_stage`` is the paper's, and its ``_metric`` variant weighs the input side by its second moments; the others are
+those of `coset.alignment.matchers`. ``learned`` looks at inputs but not at labels, ``learned_task`` at both, and ``learned_free`` at no data at
+all: text that language models write, probes for others; so does ``self``."""
 
 
 def matcher(name: str) -> Matcher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,3 +142,50 @@ def accumulate(
             hits += int((logits.argmax(-1) == labels)[scored].sum())
             count += int(scored.sum())
     return Score(loss / count, hits / count)
+
+
+class Agreement:
+    """How far a model is from two others, without labels: cross-entropy to the mean of their probabilities.
+
+    For a model without a head, whose output is the stream: mean squared distance from the mean of their outputs, relative to its mean square.
+    The mean outputs are computed once where they are not too many, otherwise for every batch.
+    """
+
+    _HELD = 1 << 26
+
+    def __init__(self, architecture: Architecture, ends: Sequence[Parameters], inputs: Tensor, *, batch: int = 64):
+        self.architecture, self.ends, self.inputs = architecture, ends, inputs
+        self._mean: Tensor | None = None
+        first = self._targets(inputs[:1])
+        if first.numel() * len(inputs) <= self._HELD:
+            self._mean = torch.cat([self._targets(part) for part in torch.split(inputs, batch)])
+
+    def _targets(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            outputs = [forward(self.architecture, end, inputs) for end in self.ends]
+            if not isinstance(self.architecture.outputs, StreamOutput):
+                outputs = [torch.softmax(x, -1) for x in outputs]
+            return torch.stack(outputs).mean(0)
+
+    def loss(self, parameters: Parameters, rows: Tensor) -> Tensor:
+        """Mean over the inputs number `rows` [n]; differentiable in `parameters`."""
+        inputs = self.inputs[rows]
+        aims = self._targets(inputs) if self._mean is None else self._mean[rows]
+        outputs = forward(self.architecture, parameters, inputs)
+        if isinstance(self.architecture.outputs, StreamOutput):
+            return (outputs - aims).square().mean() / aims.square().mean()
+        return F.cross_entropy(outputs.flatten(0, -2), aims.flatten(0, -2))
+
+
+class Task:
+    """The task's own loss: mean cross-entropy to targets, or to the next token. See :func:`check_data` for shapes and errors."""
+
+    def __init__(self, architecture: Architecture, inputs: Tensor, targets: Tensor | None):
+        check_data(architecture, inputs, targets)
+        self.architecture, self.inputs, self.targets = architecture, inputs, targets
+
+    def loss(self, parameters: Parameters, rows: Tensor) -> Tensor:
+        """Mean over the inputs number `rows` [n]; differentiable in `parameters`."""
+        inputs, targets = self.inputs[rows], None if self.targets is None else self.targets[rows]
+        outputs, labels = predictions(self.architecture, forward(self.architecture, parameters, inputs), inputs, targets)
+        return F.cross_entropy(outputs, labels, ignore_index=IGNORED)

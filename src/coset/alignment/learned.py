@@ -1,0 +1,401 @@
+r"""Learned alignment: the group element of lowest loss halfway between the models, found by gradients inside the group.
+
+    minimise  L( (g_A·A + g_B·B) / 2 )   over elements g_A, g_B of the continuous part of the group,
+
+where L is the task's loss, or without labels the cross-entropy to the mean of the two models' probabilities. Orders of heads and neurons stay
+as a closed-form matching left them. Every step takes the gradient at the identity, in the Lie algebra, and multiplies exp(step) onto the
+element, so both ends stay *exactly* what they were as functions. The stream, which is compact, moves by orthogonalised momentum; what is not
+compact by Adam.
+
+The result is one element: (g_A·A + g_B·B) / 2 and (A + g_B g_A^{-1}·B) / 2 are the same function, because the group acts linearly on the normal
+form. So the reference is never rewritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coset.alignment.balance import balancing_element
+from coset.alignment.pair import Match, Pair, Progress, Step
+from coset.architecture import Architecture
+from coset.errors import CosetError
+from coset.groups import Element, Group, Orthogonal
+from coset.groups.composite import map_leaves
+from coset.objective import Agreement, Task
+from coset.parameters import Parameters
+from coset.transform import Transform, move
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How to learn.
+
+    Attributes
+    ----------
+    steps
+        Gradient steps; rates decline linearly to zero after a warm-up over the first `warmup` of them.
+    batch
+        Inputs a step.
+    stream_rate, rate
+        Step of the stream (radians in every plane that turns) and of everything else (Adam).
+    momentum
+        Of the stream.
+    validation
+        Fraction of the inputs that is held out, to choose the best state.
+    every
+        Steps between looks at the held-out inputs.
+    patience
+        Looks without improvement after which learning stops; None: never.
+    keep_reference
+        Move the other model alone.
+    """
+
+    steps: int = 600
+    batch: int = 32
+    stream_rate: float = 3e-2
+    rate: float = 1e-2
+    momentum: float = 0.9
+    warmup: float = 0.05
+    validation: float = 0.1
+    every: int = 25
+    patience: int | None = None
+    keep_reference: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "every"):
+            if getattr(self, name) < 1:
+                raise CosetError(f"learning: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("stream_rate", "rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise CosetError(f"learning: {name} must be a number that is not negative, got {getattr(self, name)}")
+        for name in ("momentum", "warmup", "validation"):
+            if not 0 <= getattr(self, name) < 1:
+                raise CosetError(f"learning: {name} must lie in [0, 1), got {getattr(self, name)}")
+
+
+DEFAULT_LEARNING = Learning()
+
+
+def orthogonalised(x: Tensor, iterations: int = 6) -> Tensor:
+    """The polar factor of x [n, n], nearly: Newton-Schulz steps of the fifth order, which bring every singular value close to one.
+
+    The polynomial is odd, so a skew matrix stays skew.
+    """
+    y = x / torch.linalg.matrix_norm(x).clamp_min(torch.finfo(x.dtype).tiny)
+    for _ in range(iterations):
+        s = y @ y.mT
+        y = 3.4445 * y + (-4.7750 * s + 2.0315 * s @ s) @ y
+    return y
+
+
+class _Leaf:
+    """One learnable tensor of an element's directions, and the state of its optimiser."""
+
+    def __init__(self, shape: torch.Size, *, compact: bool):
+        self.compact = compact
+        self.first = torch.zeros(shape, dtype=torch.float64)
+        self.second = torch.zeros(shape, dtype=torch.float64)
+
+    def step(self, gradient: Tensor, count: int, factor: float, how: Learning) -> Tensor:
+        """The direction to move in, given the gradient at the identity."""
+        if self.compact:
+            self.first = how.momentum * self.first + gradient
+            return -how.stream_rate * factor * orthogonalised(gradient + how.momentum * self.first)
+        self.first = 0.9 * self.first + 0.1 * gradient
+        self.second = 0.99 * self.second + 0.01 * gradient.square()
+        scale = (self.second / (1 - 0.99**count)).sqrt() + 1e-12
+        return -how.rate * factor * (self.first / (1 - 0.9**count)) / scale
+
+
+class _End:
+    """One end of the segment: its normal form, the element found so far, and the optimiser."""
+
+    def __init__(self, pair: Pair, normal: Parameters, keys: tuple[str, ...]):
+        self.pair, self.normal = pair, dict(normal)
+        self.groups: dict[str, Group] = {key: pair.groups[key] for key in keys}
+        self.element: dict[str, Element] = {key: g.identity() for key, g in self.groups.items()}
+        self.best = dict(self.element)
+        self.leaves = {
+            f"{key}/{name}": _Leaf(leaf.shape, compact=isinstance(g, Orthogonal))
+            for key, g in self.groups.items()
+            for name, leaf in g.leaves(g.identity()).items()
+            if leaf.is_floating_point() and _free(pair, key, name)
+        }
+
+    def weights(self, element: Mapping[str, Element], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The end's weights after an element."""
+        return {name: x.to(dtype) for name, x in move(self.pair.folded, element, self.normal).items()}
+
+    def gradient(self, weights: Parameters, upstream: Parameters) -> dict[str, Tensor]:
+        """Gradient of ``Σ ⟨upstream, g·weights⟩`` with respect to g, at the identity."""
+        dtype = next(iter(weights.values())).dtype
+        held: dict[str, Tensor] = {}
+        element = {}
+        for key, group in self.groups.items():
+            parts = group.leaves(group.identity(dtype=dtype))
+            for name in parts:
+                if f"{key}/{name}" in self.leaves:
+                    held[f"{key}/{name}"] = parts[name] = parts[name].requires_grad_()
+            element[key] = group.build(parts)
+        moved = move(self.pair.folded, element, weights)
+        total = torch.stack([(x * upstream[name]).sum() for name, x in moved.items() if x is not weights[name]]).sum()
+        found = torch.autograd.grad(total, list(held.values()))
+        return {name: g.to(torch.float64) for name, g in zip(held, found, strict=True)}
+
+    def advance(self, gradient: Mapping[str, Tensor], count: int, factor: float, how: Learning) -> None:
+        """One step of the optimiser, multiplied onto the element."""
+        for key, group in self.groups.items():
+            zero = map_leaves(lambda leaf: torch.zeros_like(leaf) if leaf.is_floating_point() else leaf, group.identity())
+
+            def inside(values: Mapping[str, Tensor], key: str = key, group: Group = group, zero: Element = zero) -> Element:
+                return group.tangent(group.build({n: values.get(f"{key}/{n}", leaf) for n, leaf in group.leaves(zero).items()}))
+
+            projected = group.leaves(inside(gradient))
+            steps = {
+                name: leaf.step(projected[name.partition("/")[2]], count, factor, how)
+                for name, leaf in self.leaves.items()
+                if name.startswith(f"{key}/")
+            }
+            # Adam's division is lane by lane, so its step is projected again.
+            self.element[key] = group.compose(self.element[key], group.exponential(inside(steps)))
+
+
+def _free(pair: Pair, key: str, leaf: str) -> bool:
+    """Whether a leaf of a space's element may move in the chosen spaces."""
+    if key.endswith(".heads"):
+        return leaf.rpartition(".")[2] in pair.spaces
+    return key != "stream" or pair.groups[key].dimension > 0
+
+
+def learn(
+    architecture: Architecture,
+    reference: Parameters,
+    other: Parameters,
+    start: Match,
+    inputs: Tensor,
+    targets: Tensor | None = None,
+    *,
+    task: bool = False,
+    how: Learning = DEFAULT_LEARNING,
+    spaces: tuple[str, ...],
+    layers: tuple[int, ...] | None = None,
+    pinned: tuple[str, ...] = (),
+    seed: int = 0,
+    state: Path | None = None,
+    progress: Progress | None = None,
+) -> Match:
+    """Improve a match by gradients inside the group.
+
+    Parameters
+    ----------
+    start
+        What a closed-form matcher found, in the same `spaces`; its orders of heads and neurons are kept.
+    inputs, targets
+        What to learn on: token ids [samples, length] or patches [samples, patches, features]; targets as for `coset.barrier`.
+    task
+        Lower the task's loss (cross-entropy to `targets`, or to the next token). Otherwise no labels are used: the loss is the cross-entropy
+        to the mean of the two models' probabilities.
+    how
+        Rates and lengths.
+    spaces, layers, pinned
+        As for :func:`coset.alignment.match`.
+    seed
+        Chooses the held-out inputs and the batches.
+    state
+        File to which the state is written at every look at the held-out inputs, and from which an interrupted run of the same models, start
+        and settings continues; removed at the end.
+    progress
+        Called with the held-out loss halfway, in words, and steps done and in all.
+
+    Returns
+    -------
+    Match
+        The best state seen on held-out inputs, the start included. History: the held-out loss at the start and at every look. A note says if
+        nothing better than the start was found, or if the loss stopped being finite.
+
+    Raises
+    ------
+    CosetError
+        If nothing continuous can move, inputs or targets do not fit, there are fewer than two inputs, or `state` belongs to another run.
+    """
+    pair = Pair(architecture, reference, other, spaces=spaces, layers=layers, pinned=pinned)
+    keys = tuple(key for key, g in pair.groups.items() if g.dimension > 0 and (key == "stream" or int(key.split(".")[1]) in pair.layers))
+    if not keys:
+        raise CosetError(f"learning: this architecture has no continuous freedom in {', '.join(spaces)}")
+    if len(inputs) < 2:
+        raise CosetError(f"learning: expected at least two inputs, one of them to hold out, got {len(inputs)}")
+    dtype = next(iter(reference.values())).dtype
+    dtype = dtype if dtype == torch.float64 else torch.float32
+    a, b = pair.normal(reference), move(pair.folded, start.transform.element, pair.normal(other))
+    # The same change of basis on both ends leaves the segment as it is; the optimiser works best where the bases are balanced.
+    balance = {key: g for key, g in balancing_element(pair.folded, a).items() if key in keys}
+    ends = [_End(pair, move(pair.folded, balance, p), keys) for p in (a, b)]
+    plain = [{name: x.to(dtype) for name, x in p.items()} for p in (a, b)]
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    goal = Task(pair.folded, inputs, targets) if task else Agreement(pair.folded, plain, inputs)
+    run = _Run(pair, ends, goal, how, seed, dtype, state, _identity_of(start, inputs, targets, how, seed, task))
+    history, notes = run.go(progress)
+    element = {}
+    for key in pair.groups:
+        g = start.transform.element[key]
+        if key in keys:
+            group, turn = pair.groups[key], balance.get(key, pair.groups[key].identity())
+            for factor in (turn, ends[1].best[key], group.inverse(ends[0].best[key]), group.inverse(turn)):
+                g = group.compose(g, factor)
+            if isinstance(group, Orthogonal):
+                # Hundreds of products leave it orthogonal to rounding only.
+                g = group.best(g)
+        element[key] = g
+    return Match(Transform(architecture, element, pair.source, pair.target), tuple(history), (*pair.notes, *notes))
+
+
+def _identity_of(start: Match, inputs: Tensor, targets: Tensor | None, how: Learning, seed: int, task: bool) -> str:
+    """What a saved state belongs to."""
+    digest = hashlib.sha256(json.dumps([asdict(how), seed, task]).encode())
+    groups = start.transform.groups()
+    for key, g in sorted(start.transform.element.items()):
+        for name, leaf in sorted(groups[key].leaves(g).items()):
+            digest.update(f"{key}/{name}".encode() + leaf.contiguous().numpy().tobytes())
+    for data in (inputs, targets):
+        digest.update(b"" if data is None else data.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class _Run:
+    """The loop: batches, steps, looks at held-out inputs, best state, and the file to resume from."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        ends: list[_End],
+        goal: Agreement | Task,
+        how: Learning,
+        seed: int,
+        dtype: torch.dtype,
+        state: Path | None,
+        identity: str,
+    ):
+        self.pair, self.ends, self.goal, self.how, self.seed, self.dtype = pair, ends, goal, how, seed, dtype
+        self.state, self.identity = state, identity
+        order = torch.randperm(len(goal.inputs), generator=torch.Generator().manual_seed(seed))
+        held = min(max(1, round(how.validation * len(order))), 512)
+        self.held, self.train = order[:held], order[held:]
+        self.losses: list[tuple[int, float]] = []
+
+    def middle(self, elements: list[Mapping[str, Element]]) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        """Weights of both ends, and halfway between them."""
+        sides = [end.weights(g, self.dtype) for end, g in zip(self.ends, elements, strict=True)]
+        return sides, {name: (x + sides[1][name]) / 2 for name, x in sides[0].items()}
+
+    def look(self) -> float:
+        """Loss halfway on the held-out inputs."""
+        _, middle = self.middle([end.element for end in self.ends])
+        with torch.no_grad():
+            parts = torch.split(self.held, max(1, self.how.batch))
+            return sum(float(self.goal.loss(middle, rows)) * len(rows) for rows in parts) / len(self.held)
+
+    def step(self, count: int) -> bool:
+        """One gradient step; False if the loss is not finite."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + count)
+        rows = self.train[torch.randint(len(self.train), (min(self.how.batch, len(self.train)),), generator=generator)]
+        sides, middle = self.middle([end.element for end in self.ends])
+        middle = {name: x.requires_grad_() for name, x in middle.items()}
+        loss = self.goal.loss(middle, rows)
+        if not bool(torch.isfinite(loss)):
+            return False
+        found = torch.autograd.grad(loss, list(middle.values()), allow_unused=True)
+        upstream = {name: torch.zeros_like(x) if g is None else g / 2 for (name, x), g in zip(middle.items(), found, strict=True)}
+        if not all(bool(torch.isfinite(g).all()) for g in upstream.values()):
+            return False
+        warm = max(1, round(self.how.warmup * self.how.steps))
+        factor = count / warm if count < warm else (self.how.steps - count) / max(1, self.how.steps - warm)
+        moving = self.ends[1:] if self.how.keep_reference else self.ends
+        for end, weights in zip(moving, sides[-len(moving) :], strict=True):
+            end.advance(end.gradient(weights, upstream), count, factor, self.how)
+        return True
+
+    def go(self, progress: Progress | None) -> tuple[list[Step], list[str]]:
+        """Run to the end; the best elements are left in the ends."""
+        notes: list[str] = []
+        done = self.restore()
+        if not self.losses:
+            self.losses = [(0, self.look())]
+        waited = 0
+        while done < self.how.steps:
+            done += 1
+            fine = self.step(done)
+            if fine and done % self.how.every and done != self.how.steps:
+                continue
+            loss = self.look() if fine else math.nan
+            if not math.isfinite(loss):
+                notes.append(f"learning: the loss stopped being finite at step {done}; the best state before is kept; try lower rates")
+                break
+            best = min(x for _, x in self.losses)
+            self.losses.append((done, loss))
+            waited = 0 if loss < best else waited + 1
+            if loss < best:
+                for end in self.ends:
+                    end.best = dict(end.element)
+            if progress is not None:
+                progress(f"loss halfway {loss:.4g} (start {self.losses[0][1]:.4g})", done, self.how.steps)
+            if self.how.patience is not None and waited >= self.how.patience:
+                break
+            self.save(done)
+        if min(self.losses, key=lambda x: x[1])[0] == 0:
+            notes.append("learning: nothing better than the start was found; the start is returned")
+        if self.state is not None:
+            self.state.unlink(missing_ok=True)
+        return [Step("start" if at == 0 else f"step {at}", loss) for at, loss in self.losses], notes
+
+    def save(self, done: int) -> None:
+        """Write the state, whole or not at all."""
+        if self.state is None:
+            return
+        content: dict[str, Tensor] = {}
+        for side, end in enumerate(self.ends):
+            for key, group in end.groups.items():
+                for kind, g in (("now", end.element[key]), ("best", end.best[key])):
+                    content |= {f"{side}/{kind}/{key}/{name}": leaf.clone() for name, leaf in group.leaves(g).items()}
+            for name, leaf in end.leaves.items():
+                content |= {f"{side}/first/{name}": leaf.first, f"{side}/second/{name}": leaf.second}
+        facts = {"coset": "learning", "identity": self.identity, "done": str(done), "losses": json.dumps(self.losses)}
+        temporary = self.state.with_name(f".{self.state.name}.tmp")
+        try:
+            save_file(content, temporary, facts)
+            temporary.replace(self.state)
+        except OSError as error:
+            raise CosetError(f"{self.state}: cannot write the state of learning: {error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def restore(self) -> int:
+        """Continue from a saved state, if there is one; the number of steps done."""
+        if self.state is None or not self.state.exists():
+            return 0
+        try:
+            with safe_open(str(self.state), framework="pt") as file:
+                facts = file.metadata() or {}
+                content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except (OSError, SafetensorError) as error:
+            raise CosetError(f"{self.state}: not a readable state of learning: {error}; delete it to start afresh") from None
+        if facts.get("coset") != "learning" or facts.get("identity") != self.identity:
+            raise CosetError(f"{self.state}: belongs to another run (other models, inputs or settings); delete it to start afresh")
+        self.losses = [(int(at), float(loss)) for at, loss in json.loads(facts["losses"])]
+        for side, end in enumerate(self.ends):
+            for key, group in end.groups.items():
+                for kind, into in (("now", end.element), ("best", end.best)):
+                    lead = f"{side}/{kind}/{key}/"
+                    into[key] = group.build({name[len(lead) :]: leaf for name, leaf in content.items() if name.startswith(lead)})
+            for name, leaf in end.leaves.items():
+                leaf.first, leaf.second = content[f"{side}/first/{name}"], content[f"{side}/second/{name}"]
+        return int(facts["done"])

@@ -1,0 +1,186 @@
+"""Learned alignment stays inside the group, lowers the loss halfway, keeps the best state, and resumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from architecture_zoo import difference, distance, flags, function, model
+from coset.alignment import Learning, Match, Matching, align, learn, match_activations, probe_inputs
+from coset.alignment.learned import orthogonalised
+from coset.architecture import Architecture, uniform
+from coset.connect import score
+from coset.errors import CosetError
+from coset.parameters import Parameters
+from coset.transform import SPACES
+from coset.transformer import forward, initialise
+
+QUICK = Learning(steps=40, batch=16, every=10)
+
+
+def pair(pe: str = "rope", **fields: object) -> tuple[Architecture, dict[str, Tensor], dict[str, Tensor], Tensor]:
+    a = uniform(pe=pe, layers=2, width=24, heads=4, kv_heads=2, vocab=31, positions=9, **fields)  # type: ignore[arg-type]
+    return a, *(initialise(a, seed=s, generic=True) for s in (0, 1)), probe_inputs(a, 120, length=9)
+
+
+def halfway(a: Architecture, p: Parameters, q: Parameters, inputs: Tensor) -> float:
+    """Cross-entropy of the mean of the weights to the mean of the probabilities, from the definitions."""
+    outputs = [forward(a, {n: x.float() for n, x in m.items()}, inputs).softmax(-1) for m in (p, q)]
+    middle = forward(a, {n: (p[n] + q[n].float()) / 2 for n in p}, inputs)
+    return float(-(sum(outputs) / 2 * middle.log_softmax(-1)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("pe", "fields"),
+    [
+        ("rope", {"mlp": "swiglu"}),
+        ("rope", {"qk_norm": True}),
+        ("rope", {"tied": True}),
+        ("learned", {"norm": "layer", "bias": "all"}),
+        ("sinusoidal", {"stored_table": True, "mlp": "relu"}),
+        ("none", {"norm": "none"}),
+        ("alibi", {"norm": "layer", "post_norm": True}),
+    ],
+)
+def test_lowers_the_loss_halfway_inside_the_group(pe: str, fields: dict[str, object]) -> None:
+    a, p, q, x = pair(pe, **fields)
+    start = match_activations(a, p, q, x)
+    found = learn(a, p, q, start, x, how=QUICK, spaces=SPACES)
+    moved = found.transform(q)
+    assert found.transform.belongs()
+    assert halfway(a, p, moved, x) < halfway(a, p, start.transform(q), x)
+    assert found.history[-1].objective < found.history[0].objective
+    # Exactly the same function, in float64, whatever was learned.
+    exact = {n: t.double() for n, t in q.items()}
+    assert difference(forward(a, found.transform(exact), x), forward(a, exact, x)) <= 1e-9
+    assert torch.equal(forward(a, p, x), forward(a, p, x))
+
+
+def test_history_is_what_the_result_gives() -> None:
+    """The held-out loss that is reported is the loss of the segment that is returned: one element serves for both ends."""
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    found = learn(a, p, q, start, x, how=replace(QUICK, validation=0.5), spaces=SPACES)
+    held = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: len(x) // 2]
+    best = min(s.objective for s in found.history)
+    assert halfway(a, p, found.transform(q), x[held]) == pytest.approx(best, rel=1e-4)
+
+
+def test_one_end_or_both() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    both, one = (learn(a, p, q, start, x, how=replace(QUICK, keep_reference=k), spaces=SPACES) for k in (False, True))
+    assert distance(both.transform(q), one.transform(q)) > 1e-3
+    assert halfway(a, p, one.transform(q), x) < halfway(a, p, start.transform(q), x)
+
+
+def test_task_loss_uses_targets() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    found = learn(a, p, q, start, x, task=True, how=QUICK, spaces=SPACES)
+    middle = [{n: (p[n] + m.transform(q)[n].float()) / 2 for n in p} for m in (start, found)]
+    losses = [score(a, m, x).loss for m in middle]
+    assert losses[1] < losses[0]
+
+
+def test_same_seed_same_bytes_and_resumes(tmp_path: Path) -> None:
+    a, p, q, x = pair(mlp="swiglu")
+    start = match_activations(a, p, q, x)
+    whole = learn(a, p, q, start, x, how=QUICK, spaces=SPACES)
+
+    class Stop(Exception):
+        pass
+
+    def interrupt(name: str, done: int, total: int) -> None:
+        if done == 30:
+            raise Stop
+
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(Stop):
+        learn(a, p, q, start, x, how=QUICK, spaces=SPACES, state=state, progress=interrupt)
+    assert state.exists()
+    # Another run's state is refused, and left alone.
+    with pytest.raises(CosetError, match="belongs to another run"):
+        learn(a, p, q, start, x, how=replace(QUICK, rate=0.5), spaces=SPACES, state=state)
+    resumed = learn(a, p, q, start, x, how=QUICK, spaces=SPACES, state=state)
+    assert not state.exists()
+    assert [s.objective for s in resumed.history] == [s.objective for s in whole.history]
+    for name, tensor in whole.transform(q).items():
+        assert torch.equal(tensor, resumed.transform(q)[name])
+
+
+def test_spoilt_state(tmp_path: Path) -> None:
+    a, p, q, x = pair()
+    state = tmp_path / "state.safetensors"
+    state.write_bytes(b"nonsense")
+    with pytest.raises(CosetError, match="delete it to start afresh"):
+        learn(a, p, q, match_activations(a, p, q, x), x, how=QUICK, spaces=SPACES, state=state)
+
+
+def test_divergence_keeps_the_best_state() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    found = learn(a, p, q, start, x, how=Learning(steps=60, every=5, rate=300.0, stream_rate=30.0), spaces=SPACES)
+    assert found.notes
+    assert any("not" in n or "nothing better" in n for n in found.notes)
+    assert halfway(a, p, found.transform(q), x) <= halfway(a, p, start.transform(q), x) * (1 + 1e-6)
+    assert found.transform.belongs()
+
+
+def test_patience_stops_early() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    how = Learning(steps=500, every=1, patience=2, rate=0.0, stream_rate=0.0)
+    found = learn(a, p, q, start, x, how=how, spaces=SPACES)
+    assert len(found.history) == 3
+    assert any("nothing better" in n for n in found.notes)
+
+
+def test_layers_are_respected() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x, spaces=("heads", "qk", "vo"), layers=(0,))
+    found = learn(a, p, q, start, x, how=QUICK, spaces=("heads", "qk", "vo"), layers=(0,))
+    moved = found.transform(q)
+    changed = {n for n in q if not torch.equal(moved[n].float(), q[n])}
+    assert changed == {f"layers.0.attention.{n}" for n in "qkvo"}
+
+
+def test_a_head_less_model_learns_to_agree_in_its_stream() -> None:
+    from architecture_zoo import special
+
+    a = special()["no head"]
+    p, q = model(a, 0), model(a, 1)
+    x = probe_inputs(a, 60, length=9)
+    found = align(a, p, q, Matching("learned", source="probes", samples=60, length=9, learning=QUICK))
+    assert found.history[-1].objective <= found.history[0].objective
+    assert difference(function(a, found.parameters), function(a, q)) <= 1e-9
+    assert len(x)
+
+
+def test_orthogonalised_momentum() -> None:
+    x = torch.randn(9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    skew = x - x.mT
+    y = orthogonalised(skew)
+    torch.testing.assert_close(y, -y.mT)
+    values = torch.linalg.svdvals(y)[:8]
+    assert float(values.min()) > 0.5
+    assert float(values.max()) < 1.5
+
+
+def test_bad_settings() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    for wrong in ({"steps": 0}, {"rate": -1.0}, {"validation": 1.0}, {"momentum": 1.5}, {"batch": 0}, {"stream_rate": float("nan")}):
+        with pytest.raises(CosetError, match=next(iter(wrong))):
+            Learning(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(CosetError, match="two inputs"):
+        learn(a, p, q, start, x[:1], how=QUICK, spaces=SPACES)
+    b = flags("none", "layer", "none", 6, None, "gelu", True)
+    neurons = match_activations(b, model(b), model(b, 1), probe_inputs(b, 30, length=9), spaces=("neurons",))
+    assert isinstance(neurons, Match)
+    with pytest.raises(CosetError, match="no continuous freedom"):
+        learn(b, model(b), model(b, 1), neurons, probe_inputs(b, 30, length=9), how=QUICK, spaces=("neurons",))

@@ -1,0 +1,1 @@
+"""Alignment: the solvers one by one, and what they recover together."""
