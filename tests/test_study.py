@@ -83,9 +83,9 @@ def test_training_lowers_the_loss_and_leaves_the_start_alone() -> None:
     start = initialise(arch, seed=2)
     kept = {name: x.clone() for name, x in start.items()}
     losses = []
-    end = train(arch, start, data, replace(RECIPE, epochs=25), seed=3, progress=lambda epoch, loss: losses.append((epoch, loss)))
+    end = train(arch, start, data, replace(RECIPE, epochs=25), seed=3, progress=lambda step, loss: losses.append((step, loss)))
     assert not changed(start, kept)
-    assert [epoch for epoch, _ in losses] == list(range(1, 26))
+    assert [step for step, _ in losses] == list(range(1, 25 * 5 + 1))
     before, after = (score(arch, p, data.train_inputs, data.train_targets) for p in (start, end))
     assert after.loss < 0.5 * before.loss
     assert changed(start, end) == set(start)
@@ -153,6 +153,25 @@ def test_training_refuses_what_does_not_fit() -> None:
         train(arch, start, data, Recipe(epochs=3, learning_rate=1e30), seed=0)
 
 
+def test_a_training_has_a_number_of_epochs_or_of_steps() -> None:
+    arch, data = classifier(), toy_data()
+    start = initialise(arch, seed=13)
+    assert not changed(train(arch, start, data, RECIPE, seed=1), train(arch, start, data, replace(RECIPE, epochs=None, steps=15), seed=1))
+    with pytest.raises(CosetError, match="either epochs or steps"):
+        replace(RECIPE, steps=3)
+    with pytest.raises(CosetError, match="either epochs or steps"):
+        replace(RECIPE, epochs=None)
+
+
+def test_a_stored_sinusoidal_table_stays_what_it_is() -> None:
+    arch = uniform(pe="sinusoidal", layers=1, width=12, heads=3, vocab=5, mlp_width=9, positions=12, stored_table=True)
+    ids = torch.arange(12).remainder(5).expand(20, 12).contiguous()
+    start = initialise(arch, seed=11)
+    for scope, freeze in (("whole", True), ("first-attention", False)):
+        end = retrain(arch, start, scope, Dataset(ids, None, ids, None), RECIPE, seed=12, freeze=freeze)
+        assert torch.equal(start["embed.positions"], end["embed.positions"])
+
+
 @pytest.mark.parametrize(
     "wrong", [{"epochs": 0}, {"batch": 0}, {"learning_rate": 0.0}, {"weight_decay": -1.0}, {"warmup": 1.0}, {"clip": 0.0}]
 )
@@ -180,6 +199,8 @@ def test_scopes_hold_exactly_their_tensors() -> None:
         "mlp.down_bias",
     }
     assert set(scope_tensors(arch, "first-layer")) == {f"layers.0.{x}" for x in attention | rest}
+    assert set(scope_tensors(arch, "last-attention")) == {f"layers.2.{x}" for x in attention}
+    assert set(scope_tensors(arch, "last-layer")) == {f"layers.2.{x}" for x in attention | rest}
     assert scope_tensors(arch, "whole") == tuple(tensors(arch))
 
 
@@ -206,5 +227,5 @@ def test_retraining_trains_everything_or_only_the_scope() -> None:
 
 def test_unknown_scope_is_refused() -> None:
     arch = classifier()
-    with pytest.raises(CosetError, match="first-attention, all-attention, first-layer, whole, got 'last-layer'"):
-        reinitialise(arch, initialise(arch, seed=0), "last-layer", seed=1)  # type: ignore[arg-type]
+    with pytest.raises(CosetError, match=r"first-attention, .*whole, got 'middle-layer'"):
+        reinitialise(arch, initialise(arch, seed=0), "middle-layer", seed=1)  # type: ignore[arg-type]

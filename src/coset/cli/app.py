@@ -11,10 +11,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
-from typing import TextIO
+from typing import Any, TextIO
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -24,6 +25,7 @@ from coset.cli.compare import compare, fingerprint
 from coset.cli.demo import demo
 from coset.cli.options import DEFAULTS, Common
 from coset.cli.output import Output, complain
+from coset.cli.study import study
 from coset.cli.symmetry import symmetry
 from coset.errors import CosetError
 
@@ -41,6 +43,9 @@ VERBS: tuple[Callable[..., int | None], ...] = (
     demo,
 )
 
+LARGEST = 2**32 - 1
+"""Largest integer of any flag."""
+
 DONE = 0
 ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -56,6 +61,7 @@ app = App(
 )
 for _verb in VERBS:
     app.command(_verb)
+app.command(study)
 
 
 def main() -> None:
@@ -79,6 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     common = DEFAULTS
     try:
         verb, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
+        _check_integers(bound.arguments)
         common = next((value for value in bound.arguments.values() if isinstance(value, Common)), common)
         with _plain_warnings(common.quiet):
             code = verb(*bound.args, **bound.kwargs)
@@ -96,6 +103,20 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         return ERROR
     return DONE if code is None else code
+
+
+def _check_integers(arguments: Mapping[str, Any]) -> None:
+    """Refuse integers that no flag means, seeds below zero among them, before a library fails on one."""
+    flags: dict[str, Any] = dict(arguments)
+    for value in arguments.values():
+        if is_dataclass(value) and not isinstance(value, type):
+            flags |= asdict(value)
+    for name, value in flags.items():
+        if not isinstance(value, int):
+            continue
+        least = 0 if name == "seed" else -LARGEST
+        if not least <= value <= LARGEST:
+            raise CosetError(f"--{name.replace('_', '-')}: expected an integer from {least} to {LARGEST}, got {value}")
 
 
 def _message(error: Exception) -> str:

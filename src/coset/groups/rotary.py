@@ -9,6 +9,7 @@ GL(m, C), where a plane (a, b) of lanes is the complex lane ``q_a + i q_b``. All
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -117,9 +118,31 @@ class RotaryCommutant(MatrixGroup):
         imag = (matrix[..., re[:, None], im] - matrix[..., im[:, None], re]) / 2
         return torch.complex(real, imag)
 
+    @cached_property
+    def _entries(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Row and column of every entry (real, real) and of its partner (imaginary, imaginary), over all turning blocks."""
+        columns: tuple[list[int], ...] = ([], [], [], [])
+        for block in self.blocks:
+            for i, j in itertools.product(range(block.size), repeat=2) if block.imaginary is not None else ():
+                imaginary = block.imaginary or ()
+                for column, lane in zip(columns, (block.real[i], block.real[j], imaginary[i], imaginary[j]), strict=True):
+                    column.append(lane)
+        re_i, re_j, im_i, im_j = (torch.tensor(column, dtype=torch.int64) for column in columns)
+        return re_i, re_j, im_i, im_j
+
     def project(self, matrix: Tensor) -> Tensor:
         """Orthogonal projection of matrices [*batch, n, n] onto the algebra that commutes with the rotations."""
-        return sum((self.embed(b, self.extract(b, matrix)) for b in self.blocks), torch.zeros_like(matrix))
+        out = torch.zeros_like(matrix)
+        re_i, re_j, im_i, im_j = (index.to(matrix.device) for index in self._entries)
+        real = (matrix[..., re_i, re_j] + matrix[..., im_i, im_j]) / 2
+        imaginary = (matrix[..., re_i, im_j] - matrix[..., im_i, re_j]) / 2
+        out[..., re_i, re_j], out[..., im_i, im_j] = real, real
+        out[..., re_i, im_j], out[..., im_i, re_j] = imaginary, -imaginary
+        for block in self.blocks:
+            if block.imaginary is None:
+                lanes = torch.tensor(block.real, device=matrix.device)
+                out[..., lanes[:, None], lanes] = matrix[..., lanes[:, None], lanes]
+        return out
 
     def random(self, generator: torch.Generator, batch: tuple[int, ...] = (), *, dtype: torch.dtype = torch.float64) -> Tensor:
         out = torch.zeros(*batch, self.n, self.n, dtype=torch.float64)

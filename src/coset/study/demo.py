@@ -53,12 +53,18 @@ ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 VARIANTS: Mapping[Scope, tuple[str, ...]] = {
     # One attention layer was drawn afresh; the rest of the models shares a gauge and must stay in it.
     "first-attention": ("naive", "two_stage", "two_stage_metric"),
-    "whole": ("naive", "two_stage", "two_stage_metric", "full"),
+    "whole": ("naive", "two_stage", "two_stage_metric", "weights", "learned"),
 }
 _LAYERS: Mapping[Scope, tuple[int, ...] | None] = {"first-attention": (0,), "whole": None}
 _SCOPES: tuple[Scope, ...] = tuple(VARIANTS)
 
-_LABELS = {"naive": "naive", "two_stage": "two-stage", "two_stage_metric": "two-stage + Σ", "full": "all spaces"}
+_LABELS = {
+    "naive": "naive",
+    "two_stage": "two-stage",
+    "two_stage_metric": "two-stage + Σ",
+    "weights": "all spaces, by weights",
+    "learned": "all spaces, learned",
+}
 _TITLES = {"first-attention": "first attention", "whole": "whole model", "sinusoidal": "sinusoidal", "rope": "RoPE"}
 
 

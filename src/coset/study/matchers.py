@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coset.alignment import Learning, Matching, find_match, input_moments
 from coset.architecture import Architecture, LanguageModel
+from coset.connect import Path, interpolate_circuits
 from coset.errors import CosetError
 from coset.parameters import Parameters
 from coset.transform import SPACES
@@ -96,6 +97,7 @@ MATCHERS: Mapping[str, Matcher] = {
     "weights": lambda case: _aligned(case, _WEIGHTS),
     "probes": lambda case: _aligned(case, Matching("probes")),
     "self": _self_or_probes,
+    "circuits": lambda case: _aligned(case, _WEIGHTS),
     "activations": lambda case: _aligned(case, Matching("activations"), data=True),
     "search": lambda case: _aligned(case, Matching("search"), data=True),
     "learned": lambda case: _aligned(case, Matching("learned"), data=True),
@@ -103,8 +105,14 @@ MATCHERS: Mapping[str, Matcher] = {
     "learned_free": lambda case: _aligned(case, Matching("learned")),
 }
 """``naive`` does nothing; ``two_stage`` is the paper's, and its ``_metric`` variant weighs the input side by its second moments; the others are
-those of `coset.alignment.matchers`. ``learned`` looks at inputs but not at labels, ``learned_task`` at both, and ``learned_free`` at no data at
-all: text that language models write, probes for others; so does ``self``."""
+those of `coset.alignment.matchers`. ``circuits`` aligns by weights and takes the path of :data:`PATHS`. ``learned`` looks at inputs but not at
+labels, ``learned_task`` at both, and ``learned_free`` at no data at all: text that language models write, probes for others; so does ``self``."""
+
+LEARNED = frozenset({"learned", "learned_task", "learned_free"})
+"""Matchers that learn: those to which the number of steps matters."""
+
+PATHS: Mapping[str, Path] = {"circuits": interpolate_circuits}
+"""Matchers whose models are joined by another path than the segment: ``circuits`` mixes the products inside heads instead of their factors."""
 
 
 def matcher(name: str) -> Matcher:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coset.architecture import Architecture
-from coset.connect.objective import IGNORED, check_data, predictions
+from coset.architecture import Architecture, Sinusoidal
 from coset.errors import CosetError
+from coset.objective import IGNORED, check_data, predictions
 from coset.parameters import Parameters, check, tensors
 from coset.study.data import Dataset
 from coset.transformer import forward
@@ -23,11 +23,13 @@ from coset.transformer import forward
 class Recipe:
     """How to train: AdamW with linear warm-up over the first `warmup` of all steps, then a cosine down to zero.
 
-    Weight decay acts on matrices only: tensors that have a stream axis and another one. Gradients are clipped at norm `clip`.
+    Its length is a number of `epochs` or of `steps`. Weight decay acts on matrices only: tensors that have a stream axis and another one.
+    Gradients are clipped at norm `clip`.
     """
 
-    epochs: int
     learning_rate: float
+    epochs: int | None = None
+    steps: int | None = None
     weight_decay: float = 0.05
     batch: int = 64
     warmup: float = 0.1
@@ -35,9 +37,12 @@ class Recipe:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch"):
-            if getattr(self, name) < 1:
-                raise CosetError(f"training: {name} must be at least 1, got {getattr(self, name)}")
+        if (self.epochs is None) == (self.steps is None):
+            raise CosetError(f"training: give either epochs or steps, got epochs {self.epochs} and steps {self.steps}")
+        for name in ("epochs", "steps", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CosetError(f"training: {name} must be at least 1, got {value}")
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise CosetError(f"training: {name} must be positive, got {getattr(self, name)}")
@@ -46,6 +51,20 @@ class Recipe:
         for name in ("warmup", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise CosetError(f"training: {name} must lie in [0, 1), got {getattr(self, name)}")
+
+    def length(self, samples: int) -> int:
+        """Steps of a training on so many samples."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * math.ceil(samples / self.batch)
+
+
+def learnable(architecture: Architecture) -> tuple[str, ...]:
+    """Names of the tensors that training moves: all but a stored sinusoidal table, which is a constant of the model."""
+    positions = architecture.positions
+    fixed = isinstance(positions, Sinusoidal) and positions.stored
+    return tuple(name for name in tensors(architecture) if not (fixed and name == "embed.positions"))
 
 
 def train(
@@ -71,9 +90,9 @@ def train(
     seed
         Order of the data.
     trainable
-        Names of the tensors to train; the rest come back as they are. None: all of them.
+        Names of the tensors to train; the rest come back as they are. None: those of :func:`learnable`.
     progress
-        Called after every epoch with its number (from 1) and its mean loss.
+        Called after every step with its number (from 1) and the loss of its batch.
 
     Returns
     -------
@@ -89,39 +108,41 @@ def train(
     check(architecture, parameters)
     inputs, targets = data.train_inputs, data.train_targets
     check_data(architecture, inputs, targets, "training data")
-    names = tuple(tensors(architecture)) if trainable is None else tuple(sorted(trainable))
+    names = learnable(architecture) if trainable is None else tuple(sorted(trainable))
     unknown = [name for name in names if name not in parameters]
     if unknown or not names:
         raise CosetError("\n".join(f"training: there is no tensor {name} to train" for name in unknown) or "training: nothing to train")
 
-    with _one_thread():
+    with one_thread():
         # Cloned: the optimiser writes in place.
         state = {name: x.detach().clone() for name, x in parameters.items()}
         for name in names:
             state[name].requires_grad_()
         optimiser = _optimiser(architecture, state, names, recipe)
-        per_epoch = math.ceil(len(inputs) / recipe.batch)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, _warm_cosine(recipe.epochs * per_epoch, recipe.warmup))
-        generator = torch.Generator().manual_seed(seed)
-        for epoch in range(1, recipe.epochs + 1):
-            total = 0.0
-            for rows in torch.split(torch.randperm(len(inputs), generator=generator), recipe.batch):
-                part, aims = inputs[rows], None if targets is None else targets[rows]
-                outputs, labels = predictions(architecture, forward(architecture, state, part), part, aims)
-                loss = F.cross_entropy(outputs, labels, ignore_index=IGNORED, label_smoothing=recipe.label_smoothing)
-                optimiser.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                torch.nn.utils.clip_grad_norm_([state[name] for name in names], recipe.clip)
-                optimiser.step()
-                schedule.step()
-                total += loss.item()
-            if not math.isfinite(total):
-                raise CosetError(
-                    f"training: the loss is not finite in epoch {epoch}; try a lower learning rate than {recipe.learning_rate}"
-                )
+        steps = recipe.length(len(inputs))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, _warm_cosine(steps, recipe.warmup))
+        for step, rows in zip(range(1, steps + 1), _batches(len(inputs), recipe.batch, seed), strict=False):
+            part, aims = inputs[rows], None if targets is None else targets[rows]
+            outputs, labels = predictions(architecture, forward(architecture, state, part), part, aims)
+            loss = F.cross_entropy(outputs, labels, ignore_index=IGNORED, label_smoothing=recipe.label_smoothing)
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_([state[name] for name in names], recipe.clip)
+            optimiser.step()
+            schedule.step()
+            value = loss.item()
+            if not math.isfinite(value):
+                raise CosetError(f"training: the loss is not finite in step {step}; try a lower learning rate than {recipe.learning_rate}")
             if progress is not None:
-                progress(epoch, total / per_epoch)
+                progress(step, value)
         return {name: x.detach() for name, x in state.items()}
+
+
+def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Rows of one batch after the other, every epoch in another order, without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.split(torch.randperm(count, generator=generator), size)
 
 
 def _optimiser(architecture: Architecture, state: Parameters, names: tuple[str, ...], recipe: Recipe) -> torch.optim.Optimizer:
@@ -146,7 +167,8 @@ def _warm_cosine(steps: int, warmup: float) -> Callable[[int], float]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Compute on one torch thread inside the block."""
     # Sums split over threads depend on how many there are.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
