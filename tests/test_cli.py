@@ -97,18 +97,35 @@ def test_defaults_of_flags_are_those_of_the_library() -> None:
 def test_every_flag_reaches_the_architecture() -> None:
     other = ArchitectureFlags(
         pe="rope", layers=3, width=60, heads=6, kv_heads=3, head_dim=14, rotary_dim=10, rope_base=50.0, rope_pairing="interleaved",
-        norm="layer", post_norm=True, mlp="geglu", mlp_width=7, bias="all", qk_norm=True, tied=True, vocab=11, positions=9,
+        norm="layer", post_norm=True, mlp="geglu", mlp_width=7, bias="all", qk_norm=True, tied=True, vocab=11,
         outputs="probabilities",
     )  # fmt: skip
     command = ["symmetry"]
-    for name, value in asdict(other).items():
+    given = {name: value for name, value in asdict(other).items() if name != "positions"}
+    for name, value in given.items():
         if name != "pe":
             assert value != getattr(ArchitectureFlags(), name)
         flag = f"--{name.replace('_', '-')}"
         command += [flag] if value is True else [flag, str(value)]
     _, bound, _ = app.parse_args(command, exit_on_error=False, print_error=False)
     assert bound.arguments["flags"] == other
-    assert other.architecture() == uniform(**asdict(other))
+    assert other.architecture() == uniform(**given)
+    table = ArchitectureFlags(pe="learned", positions=9)
+    assert table.architecture() == uniform(pe="learned", positions=9)
+
+
+def test_large_architectures_are_counted_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    account = run_json(capsys, "symmetry --layers 2000 --heads 1024 --width 8192 --mlp-width 4000000000 --vocab 4000000000")
+    assert len(account["layers"]) == 2000
+
+
+def test_waiting_threads_sleep() -> None:
+    """Else a busy machine spends its time in their waiting loops. The environment of the caller goes first."""
+    script = "import os, sys; import coset.cli; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected, "False"]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -166,6 +183,20 @@ def test_layers_label(indices: list[int], label: str) -> None:
         ("symmetry --layers 0", "at least one layer"),
         ("symmetry somewhere --layers 2", "somewhere: a checkpoint fixes the architecture; give the folder or flags, not both"),
         ("symmetry a b", "b"),
+        ("symmetry --layers 100000000", "--layers: expected at most 2,000, got 100,000,000"),
+        ("certify --heads 4000000 --width 8000000", "--heads: expected at most 1,024, got 4,000,000"),
+        ("symmetry --width 4000000000", "--width: 4 heads would be wider than 8,192 lanes"),
+        ("symmetry --width 18446744073709551616", "--width: expected an integer from -4294967295 to 4294967295, got 18446744073709551616"),
+        (f"symmetry --vocab {10**30}", "--vocab: expected an integer from"),
+        ("certify --seed -1", "--seed: expected an integer from 0 to 4294967295, got -1"),
+        (f"certify --seed {2**64}", "--seed: expected an integer from 0 to 4294967295"),
+        (f"demo --seeds {10**30}", "--seeds: expected an integer from"),
+        (f"scramble a -o b --seed {10**30}", "--seed: expected an integer from 0"),
+        ("symmetry --pe none --rope-base 100", "--rope-base: it has no meaning with --pe none"),
+        ("symmetry --pe alibi --rope-pairing half", "--rope-pairing: it has no meaning with --pe alibi"),
+        ("symmetry --pe learned --rotary-dim 4", "--rotary-dim: it has no meaning with --pe learned"),
+        ("symmetry --positions 9", "--positions: it has no meaning with --pe rope; leave it out, or use --pe sinusoidal or learned"),
+        ("certify --pe t5 --positions 9", "--positions: it has no meaning with --pe t5"),
         ("frobnicate", 'Unknown command "frobnicate"'),
         ("--frob", "--frob"),
     ],

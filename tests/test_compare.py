@@ -160,6 +160,14 @@ def test_tensors_outside_the_architecture_count(tmp_path: Path) -> None:
     assert "outside the architecture" in found.reasons[-1]
 
 
+@pytest.mark.parametrize(
+    ("length", "message"), [(0, "at least one token"), (-3, "at least one token"), (4_000_000_000, "at most 32,768 tokens")]
+)
+def test_lengths_that_are_none(llama: Path, capsys: pytest.CaptureFixture[str], length: int, message: str) -> None:
+    assert run(["compare", str(llama / "llama-plain"), str(llama / "q"), "--length", str(length)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_outputs_as_probabilities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     p = saved(tmp_path, "llama")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from coset.architecture import Architecture, Patches, StreamOutput, uniform
 from coset.connect import Curve, Panel, barrier, barrier_of, draw, evaluate, interpolate, percent_of_naive, save, score, summarise
-from coset.connect.objective import IGNORED
 from coset.errors import CosetError
+from coset.objective import IGNORED
 from coset.transformer import forward, initialise, random_inputs
 
 

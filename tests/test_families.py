@@ -205,6 +205,16 @@ SCALINGS = [
 ]
 
 
+def test_yarn_without_a_factor_is_refused_as_transformers_does():
+    from transformers import LlamaConfig
+
+    rope = {"rope_theta": 5e4, "rope_type": "yarn", "original_max_position_embeddings": 64}
+    with pytest.raises(KeyError, match="factor"):
+        reference.ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(hidden_size=156, num_attention_heads=6, rope_parameters=rope))
+    with pytest.raises(CosetError, match=r"field rope_parameters\.factor: is missing"):
+        rotary(Config("config.json", {"max_position_embeddings": 256, "rope_parameters": rope}), 26)
+
+
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: "-".join(map(str, list(s.values())[:3])))
 def test_frequencies_equal_those_of_transformers(scaling, old):

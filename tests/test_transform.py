@@ -361,27 +361,47 @@ ROPE = flags("rope", "rms", "qkv", 3, None, "gelu", False, layers=1)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "difference"),
     [
-        flags("rope", "rms", "qkv", 3, None, "gelu", False, layers=2),
-        flags("rope", "rms", "qkv", 6, None, "gelu", False, layers=1),
-        flags("rope", "layer", "all", 3, None, "gelu", False, layers=1),
-        flags("none", "rms", "qkv", 3, None, "gelu", False, layers=1),
-        flags("rope", "rms", "qkv", 3, None, "gelu", True, layers=1),
-        replace(ROPE, layers=(replace(ROPE.layers[0], attention=replace(ROPE.layers[0].attention, positions=Rotary(((1.0,), (0.02,))))),)),
-        replace(
-            ROPE,
-            layers=(
-                replace(ROPE.layers[0], attention=replace(ROPE.layers[0].attention, positions=Rotary.standard(4, pairing="interleaved"))),
+        (flags("rope", "rms", "qkv", 3, None, "gelu", False, layers=2), "layers: the checkpoint has 2, the transform 1"),
+        (flags("rope", "rms", "qkv", 6, None, "gelu", False, layers=1), "layer 0, KV heads: the checkpoint has 6, the transform 3"),
+        (
+            flags("rope", "layer", "all", 3, None, "gelu", False, layers=1),
+            "tensor final_norm.bias: the checkpoint has [10], the transform no such tensor",
+        ),
+        (
+            flags("none", "rms", "qkv", 3, None, "gelu", False, layers=1),
+            "layer 0, rotary planes: the checkpoint has 0 planes, the transform 2 planes",
+        ),
+        (
+            flags("rope", "rms", "qkv", 3, None, "gelu", True, layers=1),
+            "tensor head: the checkpoint has no such tensor, the transform [10, 13]",
+        ),
+        (
+            replace(
+                ROPE, layers=(replace(ROPE.layers[0], attention=replace(ROPE.layers[0].attention, positions=Rotary(((1.0,), (0.02,))))),)
             ),
+            "layer 0, rotary frequencies: the checkpoint has 2 planes, the transform other ones",
+        ),
+        (
+            replace(
+                ROPE,
+                layers=(
+                    replace(
+                        ROPE.layers[0], attention=replace(ROPE.layers[0].attention, positions=Rotary.standard(4, pairing="interleaved"))
+                    ),
+                ),
+            ),
+            "layer 0, rotary planes: the checkpoint has 2 planes, the transform other ones",
         ),
     ],
     ids=["layers", "kv heads", "norm", "vanilla", "tied", "frequencies", "pairing"],
 )
-def test_a_file_for_another_architecture_is_refused(other: Architecture, tmp_path: Path) -> None:
+def test_a_file_for_another_architecture_is_refused_by_its_difference(other: Architecture, difference: str, tmp_path: Path) -> None:
     path = saved(tmp_path, ROPE)
-    with pytest.raises(CosetError, match=r"written for another architecture.*1 layers of|written for another architecture.*2 layers of"):
+    with pytest.raises(CosetError, match="written for another architecture") as caught:
         Transform.load(path, other)
+    assert difference in str(caught.value).splitlines()[1:]
 
 
 def test_a_scaled_neuron_is_refused_where_the_activation_allows_none(tmp_path: Path) -> None:

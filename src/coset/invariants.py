@@ -158,13 +158,21 @@ def _hash(architecture: Architecture, points: Tensor, precision: str, shift: flo
 
 
 def _basis(ends: Parameters) -> Tensor:
-    """Without norms any basis of the stream will do; take the one, up to a rotation, in which the input tables have unit Gram matrix."""
-    tables = [x.reshape(-1, x.shape[-1]) for name, x in ends.items() if name.startswith("embed.")]
-    rows = torch.cat(tables)
-    values, vectors = torch.linalg.eigh(rows.mT @ rows)
-    if not bool(values[0] > 1e-10 * values[-1]):
-        raise CosetError("fingerprint: nothing normalises the stream, and the input tables do not span it: its basis cannot be fixed")
-    return (vectors * values.rsqrt()) @ vectors.mH
+    """Without norms any basis of the stream will do; take the one, up to a rotation, in which the input tables have unit Gram matrix.
+
+    Where they do not span the stream, the unembedding decides in the same way.
+    """
+    rows = torch.cat([x.reshape(-1, x.shape[-1]) for name, x in ends.items() if name.startswith("embed.")])
+    grams = [(rows.mT @ rows, -0.5)]
+    if "head" in ends:
+        grams.append((ends["head"] @ ends["head"].mT, 0.5))  # a reader: what it spans turns the other way
+    for gram, power in grams:
+        values, vectors = torch.linalg.eigh(gram)
+        if bool(values[0] > 1e-10 * values[-1]):
+            return (vectors * values.pow(power)) @ vectors.mT
+    raise CosetError(
+        "fingerprint: nothing normalises the stream, and neither the input tables nor the unembedding span it: its basis cannot be fixed"
+    )
 
 
 def _vectors(a: Architecture, block: Parameters) -> Iterator[tuple[str, float, int]]:

@@ -95,7 +95,7 @@ def _contract(vector: Tensor, x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _gain(architecture: Architecture, name: str, norm: Norm, layer: int | None) -> Coordinate:
-    """``gain * x̂ @ W = x̂ @ diag(gain) W``. A bias of the norm stays, divided by the gain: it is then a vector of the stream."""
+    """``gain * x̂ @ W = x̂ @ diag(gain) W``. A bias of the norm that is not folded stays, divided by the gain: it is then a vector of the stream."""
     read = readers(architecture, name)
 
     def take(p: Parameters) -> tuple[dict[str, Tensor], Tensor]:
@@ -136,7 +136,7 @@ def _gain(architecture: Architecture, name: str, norm: Norm, layer: int | None) 
 
 
 def _norm_bias(architecture: Architecture, name: str, layer: int | None) -> Coordinate:
-    """``(x̂ + β) W + b = x̂ W + (b + β W)``, where every reader has a bias of its own. Runs on folded gains."""
+    """``(x̂ + β) W + b = x̂ W + (b + β W)``, where every reader has a bias of its own. Runs before the gain is folded."""
     read = readers(architecture, name)
 
     def move(p: Parameters, bias: Tensor, sign: int) -> dict[str, Tensor]:
@@ -340,10 +340,11 @@ def coordinates(architecture: Architecture) -> Mapping[str, Coordinate]:
         read = readers(a, name)
         if norm is None or norm.kind == "none" or not read:
             continue
-        if norm.has_gain:
-            found.append(_gain(a, name, norm, layer))
+        # The bias first, while the readers still are what it meets: a lane whose gain is zero may have one.
         if norm.has_bias and all(f"{spec.name}_bias" in specs for spec in read):
             found.append(_norm_bias(a, name, layer))
+        if norm.has_gain:
+            found.append(_gain(a, name, norm, layer))
     foldable = {c.name for c in found}
     for i, layer_ in enumerate(a.layers):
         att = layer_.attention

@@ -132,6 +132,8 @@ def _check_file(path: Path, inputs: tuple[Path, ...], overwrite: bool) -> None:
         raise CosetError(f"{path}: the transform file already exists; give another name, or --overwrite")
     if not path.parent.is_dir():
         raise CosetError(f"{path}: the folder {path.parent} does not exist; create it first")
+    if path.suffix != ".safetensors":
+        raise CosetError(f"{path}: a transform is a .safetensors file, got {path.name}; name it {path.stem}.safetensors")
     if any(folder.resolve() in path.resolve().parents for folder in inputs):
         raise CosetError(f"{path}: the transform file lies inside a checkpoint folder; choose a place beside it")
 

@@ -87,6 +87,8 @@ def _llama3(scaling: _Scaling, base: float, dim: int) -> Tensor:
 
 def _yarn(scaling: _Scaling, base: float, dim: int) -> tuple[Tensor, float]:
     length = scaling.original_length()
+    if "factor" not in scaling.values:  # null, in contrast, asks for the ratio of the two lengths
+        raise scaling.fault("factor", "is missing; yarn needs one")
     factor = scaling.maybe("factor")
     if factor is None:
         factor = scaling.config.integer("max_position_embeddings") / length
