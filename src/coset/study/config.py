@@ -102,7 +102,7 @@ class Setting(Data, Model, Training):
 
 
 class Study(_Strict):
-    """A whole study. `folder` is where relative paths start."""
+    """A whole study. `folder` is where relative paths start, `document` the configuration as it was written."""
 
     name: str
     points: Annotated[int, Field(ge=2)] = 25
@@ -110,13 +110,7 @@ class Study(_Strict):
     data_seed: Seed = 0
     settings: tuple[Setting, ...]
     folder: Path
-
-    def to_json(self) -> dict[str, Any]:
-        """The expanded configuration as plain data."""
-        return {
-            **self.model_dump(exclude={"settings", "folder"}, mode="json"),
-            "settings": [setting.model_dump(mode="json") for setting in self.settings],
-        }
+    document: Mapping[str, Any]
 
 
 _LISTS = ("seeds", "matchers")
@@ -159,7 +153,7 @@ def parse(document: Mapping[str, Any], *, owner: str = "study", folder: Path | N
         faults += wrong
     top = {key: document[key] for key in ("name", "points", "base_seed", "data_seed") if key in document}
     try:
-        study = Study(**top, settings=tuple(settings), folder=folder or Path.cwd())
+        study = Study(**top, settings=tuple(settings), folder=folder or Path.cwd(), document=document)
     except ValidationError as error:
         faults = [*_lines(error, ""), *faults]
     if faults:

@@ -31,7 +31,7 @@ def assemble(plan: Plan, store: Store, failures: Sequence[Mapping[str, str]], ti
         "name": plan.study.name,
         "coset_version": version("coset"),
         "definition": DEFINITION,
-        "config": plan.study.to_json(),
+        "config": dict(plan.study.document),
         "environment": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -57,9 +57,8 @@ def _setting(cell: Cell, store: Store) -> dict[str, Any] | None:
         return None
     return {
         "id": cell.id,
-        **{key: getattr(setting, key) for key in ("task", "model", "pe", "scope", "layers", "width", "heads", "kv_heads")},
+        **setting.model_dump(mode="json", exclude={"seeds", "matchers", "ablations"}),
         "rope_base": rope_base(setting.model_dump()),
-        "freeze": setting.freeze,
         "parameters": count(cell.architecture),
         "symmetry": {
             "attention_dimension": account.attention_dimension,
