@@ -85,6 +85,9 @@ class Learning:
 
 DEFAULT_LEARNING = Learning()
 
+_HELD_OUT = 256
+"""No more inputs than these are held out: every look runs all of them."""
+
 
 def orthogonalised(x: Tensor, iterations: int = 6) -> Tensor:
     """The polar factor of x [n, n], nearly: Newton-Schulz steps of the fifth order, which bring every singular value close to one.
@@ -288,7 +291,7 @@ class _Run:
         self.pair, self.ends, self.goal, self.how, self.seed, self.dtype = pair, ends, goal, how, seed, dtype
         self.state, self.identity = state, identity
         order = torch.randperm(len(goal.inputs), generator=torch.Generator().manual_seed(seed))
-        held = min(max(1, round(how.validation * len(order))), 512)
+        held = min(max(1, round(how.validation * len(order))), _HELD_OUT)
         self.held, self.train = order[:held], order[held:]
         self.losses: list[tuple[int, float]] = []
 

@@ -85,6 +85,7 @@ class Settings:
     again: Recipe = _AGAIN
     freeze: bool = False
     points: int = 25
+    learning_steps: int = 200
 
 
 DEFAULT = Settings()
@@ -186,7 +187,7 @@ def _measure(folder: Path, pair: Pair, settings: Settings) -> Measured:
     assert scope is not None
     data, arch = digits(), architecture(pair.first.pe, settings)
     reference, other = _read(folder / pair.first.file), _read(folder / pair.second.file)
-    case = Case(arch, reference, other, _LAYERS[scope], data.train_inputs)
+    case = Case(arch, reference, other, _LAYERS[scope], data.train_inputs, steps=settings.learning_steps)
     barriers = {
         name: barrier(arch, reference, matcher(name)(case), data.test_inputs, data.test_targets, points=settings.points)
         for name in VARIANTS[scope]

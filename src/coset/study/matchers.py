@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from coset.alignment import Learning, Matching, find_match, input_moments
+from coset.alignment.sources import default_samples
 from coset.architecture import Architecture, LanguageModel
 from coset.connect import Path, interpolate_circuits
 from coset.errors import CosetError
@@ -60,13 +61,14 @@ _WEIGHTS = Matching("weights", cycles=20)
 
 
 def _aligned(case: Case, how: Matching, *, data: bool = False, metric: Mapping[str, Tensor] | None = None) -> Parameters:
+    inputs = _few(case, 1 << 17 if how.matcher == "learned" else 1 << 15)
     found = find_match(
         case.architecture,
         case.reference,
         case.other,
         replace(how, seed=case.seed, learning=Learning(steps=case.steps)),
-        inputs=case.inputs if data else None,
-        targets=case.targets if data else None,
+        inputs=inputs if data else None,
+        targets=None if case.targets is None or not data else case.targets[: len(inputs)],
         metric=metric,
         spaces=case.spaces,
         layers=case.layers,
@@ -76,12 +78,17 @@ def _aligned(case: Case, how: Matching, *, data: bool = False, metric: Mapping[s
     return {name: moved[name].to(x.dtype) for name, x in case.other.items()}
 
 
+def _few(case: Case, positions: int = 1 << 15) -> Tensor:
+    """As much of the data as moments need, or as learning reads without repeating itself often."""
+    return case.inputs[: default_samples(case.architecture, case.inputs.shape[1], positions)]
+
+
 def _two_stage(case: Case) -> Parameters:
     return _aligned(replace(case, spaces=HEADS), _WEIGHTS)
 
 
 def _two_stage_metric(case: Case) -> Parameters:
-    metric = input_moments(case.architecture, case.reference, case.inputs)
+    metric = input_moments(case.architecture, case.reference, _few(case))
     return _aligned(replace(case, spaces=HEADS), _WEIGHTS, metric=metric)
 
 
