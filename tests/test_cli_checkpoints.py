@@ -338,7 +338,11 @@ def test_elements_and_their_files(capsys, tmp_path, llama):
     assert "cannot write" in _refused(capsys, tmp_path, *scramble, "/proc/coset-g.safetensors")
     qwen = saved(tmp_path, "qwen2")
     apply = ("apply", g, llama, "-o", tmp_path / "out")
-    assert "another architecture" in _refused(capsys, tmp_path, "apply", g, qwen, "-o", tmp_path / "out")
+    refusal = _refused(capsys, tmp_path, "apply", g, qwen, "-o", tmp_path / "out", lines=None)
+    assert "another architecture" in refusal
+    assert "the checkpoint has" in refusal.splitlines()[1]
+    for verb in (("scramble", llama, "-o", tmp_path / "out"), ("align", llama, llama, "-o", tmp_path / "out"), ("compare", llama, llama)):
+        assert "is a .safetensors file, got" in _refused(capsys, tmp_path, *verb, "--transform", tmp_path / "g.txt")
     # Copies: a file that is cut short under a memory map ends the process.
     content, tensors = g.read_bytes(), {name: tensor.clone() for name, tensor in load_file(g).items()}
     metadata = _header(g)[0]["__metadata__"]
@@ -354,6 +358,8 @@ def test_unknown_spaces_and_flags(capsys, tmp_path, llama):
     assert "none given" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", ",")
     assert "nothing can move" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "shifts")
     assert "weight" in _refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
+    contradiction = ("merge", llama, llama, "-o", tmp_path / "out", "--no-align", "--spaces", "heads")
+    assert "--spaces: it says how to align" in _refused(capsys, tmp_path, *contradiction)
     assert "--matcher" in _refused(capsys, tmp_path, "align", llama, llama, "-o", tmp_path / "out", "--matcher", "magic")
     data = tmp_path / "data.safetensors"
     save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, data)

@@ -137,6 +137,37 @@ def test_the_size_of_rounding_decides() -> None:
     assert fine.detection_limit["weight"] < 1e-5
 
 
+@pytest.mark.parametrize("scrambled", [False, True])
+@pytest.mark.parametrize("name", ["layers.2.mlp.down", "layers.1.attention.q"])
+def test_a_difference_in_one_layer_that_outputs_are_too_coarse_to_show_is_found_in_one_pass(name: str, scrambled: bool) -> None:
+    a = flags("rope", "rms", "none", 3, None, "swiglu", False, layers=4)
+    p = cast(model(a), torch.float32)
+    q = {n: x.clone() for n, x in p.items()}
+    q[name].view(-1)[q[name].abs().argmax()] *= 1 + 1e-5
+    q = cast(random_transform(a, q, seed=1)(q), torch.float32) if scrambled else q
+    done = []
+    found = decide(a, p, q, progress=lambda what, *_: done.append(what))
+    assert found.outputs is not None
+    assert not found.outputs.significant
+    assert (found.verdict, found.first_difference) == ("different", (int(name[7]), name)), found.summary()
+    assert "cycle 2" not in done
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0])
+def test_one_layer_in_another_basis_is_no_difference(size: float) -> None:
+    """All else is equal bit for bit, and the basis may lie as near as rounding lets one see."""
+    a = flags("rope", "rms", "none", 3, None, "swiglu", False, layers=4)
+    p = cast(model(a), torch.float32)
+    q = {n: x.to(torch.float64) for n, x in p.items()}
+    q["layers.2.attention.q"] *= 1 + size
+    q["layers.2.attention.k"] /= 1 + size
+    basis = torch.eye(q["layers.2.attention.v"].shape[-1], dtype=torch.float64)
+    basis[0, 1] = size
+    q["layers.2.attention.v"] = q["layers.2.attention.v"] @ basis
+    q["layers.2.attention.o"] = torch.linalg.solve(basis, q["layers.2.attention.o"])
+    assert decide(a, p, cast(q, torch.float32)).verdict == "equivalent"
+
+
 def test_a_shift_of_the_logits_is_invisible_to_probabilities() -> None:
     a = of_layers(LLAMA.layers[0], outputs=LanguageModel(bias=True))
     p = model(a)

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from checkpoint_zoo import CASES, PLAIN, VOCABULARY, ZOO, build, saved
+from checkpoint_zoo import CASES, PLAIN, ROPE, VOCABULARY, ZOO, build, saved
 from coset.checkpoint import load
 from coset.checkpoint.inspection import facts
 from coset.checkpoint.operations import align, apply, merge, scramble
@@ -274,6 +274,17 @@ def test_heads_stand_for_the_two_stage_algorithm_in_align(tmp_path):
     scramble(path, tmp_path / "other", spaces=("heads", "qk", "vo"))
     align(path, tmp_path / "other", tmp_path / "out", spaces=("heads",))
     assert max(_changes(path, tmp_path / "out").values()) < 1e-5
+
+
+def test_a_scramble_never_leaves_in_place_what_could_move(tmp_path):
+    """With few heads a random order is often the identity: it is drawn again. A group of one query head on one KV head has no other."""
+    config = transformers.LlamaConfig(**(ROPE | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    original = tmp_path / "two"
+    transformers.LlamaForCausalLM(config).save_pretrained(original)
+    for seed in range(12):
+        scramble(original, tmp_path / "out", spaces=["heads"], seed=seed, overwrite=True)
+        moved = {name for name, change in _changes(original, tmp_path / "out").items() if change > 1e-3}
+        assert moved == {f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qo"}
 
 
 def test_a_space_without_freedom_is_a_note_beside_one_that_has_it(tmp_path):

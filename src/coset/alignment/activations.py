@@ -13,7 +13,6 @@ minima of the bases where the models have little in common).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,8 @@ from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture, Experts
 from coset.errors import CosetError
 from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Wreath, WreathElement, assignment
-from coset.parameters import Parameters
+from coset.normal_form import fold
+from coset.parameters import Parameters, tensors
 from coset.transform import SPACES, move
 
 _TOKENS = 1024
@@ -316,20 +316,30 @@ def match_activations(
         If spaces are unknown, nothing can move, or the inputs do not fit the architecture or are none.
     """
     pair = Pair(architecture, reference, other, spaces=spaces, layers=layers, pinned=pinned)
-    a, b = pair.normal(reference), pair.normal(other)
     dtype = next(iter(reference.values())).dtype
-    products = gather(pair, a, b, inputs, dtype if dtype == torch.float64 else torch.float32, progress)
-    element, steps = _element(pair, products, a, b, solvers)
+    dtype = dtype if dtype == torch.float64 else torch.float32
+    # Normal forms are float64: never more than one whole at a time.
+    sides = [{name: x.to(dtype) for name, x in pair.normal(p).items()} for p in (reference, other)]
+    products = gather(pair, sides[0], sides[1], inputs, dtype, progress)
+    del sides
+    element, steps = _element(pair, products, solvers)
     return Match(pair.transform(element), tuple(steps), tuple(pair.notes))
 
 
-def _element(pair: Pair, products: Products, a: Parameters, b: Parameters, solvers: Solvers) -> tuple[dict[str, Element], list[Step]]:
+def _normal_layer(pair: Pair, parameters: Parameters, i: int) -> dict[str, Tensor]:
+    """The tensors of one layer of a model in normal form, float64."""
+    whole = {name: parameters[name].to(torch.float64) for name, spec in tensors(pair.architecture).items() if spec.layer == i}
+    return fold(pair.architecture, whole, pair.names)[1]
+
+
+def _element(pair: Pair, products: Products, solvers: Solvers) -> tuple[dict[str, Element], list[Step]]:
     element: dict[str, Element] = {}
     steps: list[Step] = []
     if "stream" in pair.groups:
         element["stream"], steps = _solve_stream(pair, products)
-    turned: Mapping[str, Tensor] = move(pair.folded, element, b)
+    stream = dict(element)
     for i in pair.layers:
+        a, turned = _normal_layer(pair, pair.reference, i), move(pair.folded, stream, _normal_layer(pair, pair.other, i))
         if pair.moves(i, "heads"):
             group = pair.groups[f"layers.{i}.heads"]
             assert isinstance(group, Wreath)

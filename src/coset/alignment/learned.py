@@ -85,6 +85,8 @@ class Learning:
 
 DEFAULT_LEARNING = Learning()
 
+_GAIN = 1e-6
+"""A state must be better by this fraction to replace another: between models that are the same function there is only rounding to gain."""
 _HELD_OUT = 256
 """No more inputs than these are held out: every look runs all of them."""
 
@@ -294,6 +296,7 @@ class _Run:
         held = min(max(1, round(how.validation * len(order))), _HELD_OUT)
         self.held, self.train = order[:held], order[held:]
         self.losses: list[tuple[int, float]] = []
+        self.best = math.inf
 
     def middle(self, elements: list[Mapping[str, Element]]) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         """Weights of both ends, and halfway between them."""
@@ -333,6 +336,9 @@ class _Run:
         done = self.restore()
         if not self.losses:
             self.losses = [(0, self.look())]
+        self.best = self.losses[0][1]
+        for _, loss in self.losses:
+            self.best = loss if loss < self.best - _GAIN * abs(self.best) else self.best
         waited = 0
         while done < self.how.steps:
             done += 1
@@ -343,10 +349,11 @@ class _Run:
             if not math.isfinite(loss):
                 notes.append(f"learning: the loss stopped being finite at step {done}; the best state before is kept; try lower rates")
                 break
-            best = min(x for _, x in self.losses)
+            better = loss < self.best - _GAIN * abs(self.best)
             self.losses.append((done, loss))
-            waited = 0 if loss < best else waited + 1
-            if loss < best:
+            waited = 0 if better else waited + 1
+            if better:
+                self.best = loss
                 for end in self.ends:
                     end.best = dict(end.element)
             if progress is not None:
@@ -354,7 +361,7 @@ class _Run:
             if self.how.patience is not None and waited >= self.how.patience:
                 break
             self.save(done)
-        if min(self.losses, key=lambda x: x[1])[0] == 0:
+        if self.best == self.losses[0][1]:
             notes.append("learning: nothing better than the start was found; the start is returned")
         if self.state is not None:
             self.state.unlink(missing_ok=True)

@@ -119,13 +119,21 @@ class Matching:
 DEFAULT_MATCHING = Matching()
 
 
+def made_sizes(architecture: Architecture, how: Matching) -> tuple[int, int]:
+    """How many inputs ``probes`` and ``self`` make, and how long they are."""
+    longest = architecture.length
+    if isinstance(architecture.inputs, Patches):
+        length = architecture.inputs.count
+    else:
+        length = how.length or (64 if longest is None else min(64, longest))
+    return how.samples or default_samples(architecture, length, _LEARNED if how.matcher == "learned" else _CLOSED_FORM), length
+
+
 def make_inputs(
     architecture: Architecture, models: tuple[Parameters, Parameters], how: Matching, source: Source, progress: Progress | None = None
 ) -> Tensor:
     """The inputs that ``probes`` and ``self`` make for a pair of models."""
-    longest = architecture.length
-    length = how.length or (64 if longest is None else min(64, longest))
-    samples = how.samples or default_samples(architecture, length, _LEARNED if how.matcher == "learned" else _CLOSED_FORM)
+    samples, length = made_sizes(architecture, how)
     if source == "probes":
         patches = isinstance(architecture.inputs, Patches)
         return probe_inputs(architecture, samples, length=None if patches else length, seed=how.seed)
@@ -272,10 +280,24 @@ def describe(how: Matching, architecture: Architecture, has_data: bool) -> Mappi
     source = how.resolved_source(architecture, has_data)
     if source is not None:
         out |= {"source": source, "seed": str(how.seed)}
-        out |= {name: str(value) for name, value in (("samples", how.samples), ("length", how.length)) if value is not None}
+    if source in ("probes", "self"):
+        samples, length = made_sizes(architecture, how)
+        out |= {"samples": str(samples), "length": str(length)}
     if how.matcher == "learned":
         out |= {"loss": "task" if how.task else "agreement", "steps": str(how.learning.steps)}
     return out
 
 
-__all__ = ["DEFAULT_MATCHING", "MATCHERS", "SOURCES", "Matcher", "Matching", "Source", "align", "describe", "find_match", "make_inputs"]
+__all__ = [
+    "DEFAULT_MATCHING",
+    "MATCHERS",
+    "SOURCES",
+    "Matcher",
+    "Matching",
+    "Source",
+    "align",
+    "describe",
+    "find_match",
+    "made_sizes",
+    "make_inputs",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.architecture import Tokens
+from coset.architecture import Patches, Tokens
 from coset.checkpoint.model import Model
 from coset.errors import CosetError
 
@@ -26,7 +27,7 @@ def read_data(
     ----------
     path
         ``.txt``: UTF-8 text, cut into windows of `length` tokens by the checkpoint's ``tokenizer.json``; ``.safetensors``: ``input_ids``
-        [n, length], or ``inputs`` with ``targets``.
+        [n, length], or ``inputs``; with ``targets`` where there are any.
     length
         Tokens in a window of text (default 256, or less if the model's context is shorter).
     samples
@@ -58,6 +59,40 @@ def read_data(
     return inputs, targets
 
 
+def read_inputs(
+    path: str | os.PathLike[str], model: Model, *, length: int | None = None, samples: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Inputs and targets from a file, to run models on: as :func:`read_data`, and checked against the model, which needs no head here.
+
+    Raises
+    ------
+    CosetError
+        As :func:`read_data` does, and if shapes, dtypes or ids do not fit the model.
+    """
+    inputs, targets = read_data(path, model, length=length, samples=samples)
+    reads, longest = model.architecture.inputs, model.architecture.length
+    got = f"got {inputs.dtype} of shape {list(inputs.shape)}"
+    if inputs.numel() == 0:
+        raise CosetError(f"{path}: expected at least one input, {got}")
+    if isinstance(reads, Patches):
+        shape = (math.prod(reads.grid), reads.features)
+        if inputs.ndim != 3 or tuple(inputs.shape[1:]) != shape or not inputs.is_floating_point():
+            raise CosetError(f"{path}: expected floating-point patches [n, {shape[0]}, {shape[1]}], {got}")
+        if not bool(torch.isfinite(inputs).all()):
+            raise CosetError(f"{path}: inputs hold NaN or infinity")
+        return inputs, targets
+    if inputs.ndim != 2 or inputs.dtype != torch.int64:
+        raise CosetError(f"{path}: expected token ids [n, length], {got}")
+    if longest is not None and inputs.shape[1] > longest:
+        raise CosetError(f"{path}: sequences of {inputs.shape[1]} tokens are longer than the model's context of {longest}; cut them")
+    low, high = int(inputs.min()), int(inputs.max())
+    if low < 0 or high >= reads.vocabulary:
+        raise CosetError(
+            f"{path}: expected token ids from 0 to {reads.vocabulary - 1}, the vocabulary of {model.path}, got {low if low < 0 else high}"
+        )
+    return inputs, targets
+
+
 def _tensors(path: Path) -> tuple[Tensor, Tensor | None]:
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -66,8 +101,8 @@ def _tensors(path: Path) -> tuple[Tensor, Tensor | None]:
         raise CosetError(f"{path}: not a readable safetensors file: {error}") from None
     if "input_ids" in found:
         inputs, targets = found["input_ids"], found.get("targets")
-    elif "inputs" in found and "targets" in found:
-        inputs, targets = found["inputs"], found["targets"]
+    elif "inputs" in found:
+        inputs, targets = found["inputs"], found.get("targets")
     else:
         raise CosetError(f"{path}: expected tensors input_ids [n, length], or inputs and targets; got {', '.join(sorted(found)) or 'none'}")
     whole = [x if x is None or x.is_floating_point() else x.to(torch.int64) for x in (inputs, targets)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,18 +17,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.alignment.matching import match, squared_gap
-from coset.alignment.pair import Match, Progress
+from coset.alignment.matchers import DEFAULT_MATCHING, Matching
+from coset.alignment.matching import squared_gap
+from coset.alignment.pair import Progress, Step
 from coset.architecture import Experts
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output
+from coset.checkpoint.matching import Data, Refitted, check_state, find, find_all, heldout, read_matching_data, record, refit_merged, whole
 from coset.checkpoint.model import Block, Model, Saved, load, save, untie
 from coset.errors import CosetError
-from coset.groups import finite_order
+from coset.groups import Element, Group, MonomialElement, Permutation, Product, Wreath, finite_order
 from coset.normal_form import coordinates
 from coset.parameters import tensors
 from coset.symmetries import head_group, stream_group
-from coset.transform import SPACES, Transform, check_spaces, gauge_names, random_transform
+from coset.transform import SPACES, Transform, check_spaces, gauge_names, random_transform, restrict
 
 Path_ = str | os.PathLike[str]
 
@@ -65,6 +67,13 @@ class Blocks(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.specs)
 
+    def moved(self, transform: Transform, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The whole model after a transform, each block computed in float64 and cast once."""
+        out: dict[str, Tensor] = {}
+        for layer in (None, *range(len(self.model.architecture.layers))):
+            out |= {name: x.to(dtype) for name, x in transform(self.block(layer)).items()}
+        return {name: out[name] for name in self.specs}
+
 
 @dataclass(frozen=True)
 class Distance:
@@ -91,6 +100,12 @@ class Written:
         `align` only: block by block.
     notes
         Degenerate spots, spaces with nothing to move, and files that were left out.
+    matching
+        How models were matched, in words, as the output's metadata have it; empty if they were not.
+    history
+        The matcher's own objective, step by step.
+    refit
+        `merge` with a refit only: disagreement with the ends on held-out inputs before and after it.
     """
 
     path: Path
@@ -98,6 +113,9 @@ class Written:
     rounding: float
     distances: tuple[Distance, ...] = ()
     notes: tuple[str, ...] = ()
+    matching: Mapping[str, str] = field(default_factory=dict)
+    history: tuple[Step, ...] = ()
+    refit: tuple[float, float] | None = None
 
 
 # --- spaces ---------------------------------------------------------------------------------------------------------
@@ -134,7 +152,7 @@ def choose_spaces(model: Model, spaces: Sequence[str] | None) -> tuple[tuple[str
     return moving, () if spaces is None else tuple(f"{s}: nothing to move there in this architecture" for s in asked if s in empty)
 
 
-def _for_alignment(spaces: Sequence[str] | None) -> tuple[str, ...] | None:
+def for_alignment(spaces: Sequence[str] | None) -> tuple[str, ...] | None:
     """In alignment ``heads`` stands for the whole two-stage algorithm: heads, qk, vo."""
     return None if spaces is None else tuple(part for s in spaces for part in (("heads", "qk", "vo") if s == "heads" else (s,)))
 
@@ -174,6 +192,8 @@ def _check_transform_output(transform: Path_ | None, out: Path_, inputs: Sequenc
         raise CosetError(f"{path}: the folder {path.parent} does not exist; create it first")
     if path.is_dir():
         raise CosetError(f"{path}: the transform file is a folder; give a file name")
+    if path.suffix != ".safetensors":
+        raise CosetError(f"{path}: a transform is a .safetensors file, got {path.name}; name it {path.stem}.safetensors")
     if any(Path(folder).resolve() in (path.resolve(), *path.resolve().parents) for folder in (*inputs, out)):
         raise CosetError(f"{path}: the transform file lies inside a checkpoint folder; choose a place beside it")
 
@@ -211,6 +231,40 @@ def _write(
         if keep is not None and fresh:
             Path(keep).unlink()
         raise
+
+
+def _stands(group: Group, g: Element, key: str, spaces: tuple[str, ...]) -> bool:
+    """Whether a permutation of the element, in a space that is to move, came out as the identity although there are others."""
+
+    def same(order: Tensor) -> bool:
+        return bool((order == torch.arange(order.shape[-1])).all())
+
+    if key.endswith(".heads"):
+        assert isinstance(group, Wreath)
+        assert isinstance(group.inner, Product)
+        if "heads" not in spaces:
+            return False
+        if finite_order(group.top) > 1:
+            return same(g.order)
+        return finite_order(group.inner.factors["query"]) > 1 and same(g.inner["query"])
+    if isinstance(group, Wreath):
+        experts = "experts" in spaces and finite_order(group.top) > 1 and same(g.order)
+        return experts or _stands(group.inner, g.inner, key, spaces)
+    if key != "stream" and "neurons" not in spaces:
+        return False
+    order = g.order if isinstance(g, MonomialElement) else g if isinstance(group, Permutation) else None
+    return order is not None and order.shape[-1] > 1 and same(order)
+
+
+def _moving(transform: Transform, spaces: tuple[str, ...], seed: int) -> Transform:
+    """The transform with everything drawn again that happens to stay where it is: with two heads, every other random order does."""
+    groups, element = transform.groups(), dict(transform.element)
+    generator = torch.Generator().manual_seed(seed)
+    for key, g in element.items():
+        while _stands(groups[key], g, key, spaces):
+            g = restrict(groups[key], groups[key].random(generator), key, spaces)
+        element[key] = g
+    return replace(transform, element=element)
 
 
 # --- the operations -------------------------------------------------------------------------------------------------
@@ -256,6 +310,7 @@ def scramble(
     _check_transform_output(transform, out, [model.path], overwrite)
     chosen, notes = choose_spaces(model, spaces)
     found = random_transform(model.architecture, Blocks(model), spaces=chosen, seed=seed, pinned=model.pinned)
+    found = _moving(found, chosen, seed)
     facts = _facts("scramble", input=model.path.name, seed=str(seed), spaces=",".join(chosen))
     saved = _write(model, found, out, facts, "Scrambled copy", keep=transform, overwrite=overwrite, progress=progress)
     return Written(saved.path, found, saved.rounding, notes=(*notes, *_left_out(saved)))
@@ -327,6 +382,9 @@ def align(
     *,
     spaces: Sequence[str] | None = None,
     untied: bool = False,
+    how: Matching = DEFAULT_MATCHING,
+    data: Path_ | None = None,
+    state: Path_ | None = None,
     transform: Path_ | None = None,
     overwrite: bool = False,
     legacy: bool = False,
@@ -343,6 +401,13 @@ def align(
         What may move; ``heads`` stands for heads, qk and vo. Default: everything the architecture has.
     untied
         Give the output an unembedding of its own, so that the stream of a tied model can turn freely.
+    how
+        The matcher and its options. By ``weights`` (the default) neither model is ever in memory whole; by every other matcher both are, in
+        float32.
+    data
+        File of the user's inputs, for ``activations`` and what builds on it; see :func:`coset.checkpoint.data.read_data`.
+    state
+        File from which an interrupted ``learned`` continues.
     transform
         Where to save the element that leads from `other` to `out`.
     overwrite, legacy
@@ -353,16 +418,20 @@ def align(
     Raises
     ------
     CosetError
-        If the two cannot be compared (every difference that matters, one per line), before reading weights; and for bad input.
+        If the two cannot be compared (every difference that matters, one per line), before reading weights; if the matcher lacks data or
+        there are data that it does not use; and for bad input.
     """
     models = [load(path, legacy) for path in (reference, other)]
     require_comparable(*models)
     check_output(out, [m.path for m in models], overwrite)
     _check_transform_output(transform, out, [m.path for m in models], overwrite)
+    kept = check_state(state, how, [*(m.path for m in models), out])
     target = untie(models[1]) if untied else models[1]
-    chosen, notes = choose_spaces(target, _for_alignment(spaces))
+    chosen, notes = choose_spaces(target, for_alignment(spaces))
+    own = read_matching_data(data, target, how)
     mine, theirs = (Blocks(m, untied=untied) for m in models)
-    found = match(target.architecture, mine, theirs, spaces=chosen, pinned=target.pinned, progress=matching)
+    found = find(how, models, (mine, theirs), spaces=chosen, untied=untied, data=own, state=kept, progress=matching)
+    matched = record(how, target.architecture, own, heldout(how, [found]))
     distances: dict[int | None, Distance] = {}
 
     def change(layer: int | None, block: Block) -> Mapping[str, Tensor]:
@@ -371,7 +440,8 @@ def align(
         distances[layer] = Distance(layer, before, _distance(mine, moved, moved))
         return moved
 
-    facts = _facts("align", reference=models[0].path.name, input=models[1].path.name, spaces=",".join(chosen), untied=str(untied).lower())
+    names = {"reference": models[0].path.name, "input": models[1].path.name}
+    facts = _facts("align", **names, spaces=",".join(chosen), untied=str(untied).lower(), **matched)
     saved = _write(
         models[1],
         found.transform,
@@ -390,7 +460,8 @@ def align(
             same = _distance(mine, theirs, [name for name, spec in theirs.specs.items() if spec.layer == layer])
             distances[layer] = Distance(layer, same, same)
         ordered.append(distances[layer])
-    return Written(saved.path, found.transform, saved.rounding, tuple(ordered), (*notes, *found.notes, *_left_out(saved)))
+    more = (*notes, *found.notes, *_left_out(saved))
+    return Written(saved.path, found.transform, saved.rounding, tuple(ordered), more, matched, found.history)
 
 
 def weights(others: int, weight: float | None) -> tuple[float, ...]:
@@ -410,13 +481,18 @@ def merge(
     weight: float | None = None,
     aligned: bool = True,
     spaces: Sequence[str] | None = None,
+    how: Matching = DEFAULT_MATCHING,
+    data: Path_ | None = None,
+    state: Path_ | None = None,
+    refit: bool = False,
     overwrite: bool = False,
     legacy: bool = False,
     matching: Progress | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write the weighted mean of the reference and the others, each aligned to the reference first unless `aligned` is False.
+    """Write the weighted mean of the reference and the others, in the reference's gauge unless `aligned` is False.
 
+    More than two models are brought into one gauge together (:func:`coset.alignment.align_many`), all in memory.
     The output has the reference's files and config and loads as it is. Known invariants (a pooler, a task head) are averaged too where they
     are floating point.
 
@@ -426,15 +502,20 @@ def merge(
         Folders.
     weight
         Total weight of the others, in [0, 1], shared out evenly; default: every model counts the same.
-    aligned, spaces
-        Whether to align first, and what may then move; see :func:`align`.
+    aligned, spaces, how, data, state
+        Whether to align first, what may then move, and how; see :func:`align`.
+    refit
+        Then solve for every linear map, so that it gives the mean of what the ends' maps give; on `data` if there are any, else on inputs as the
+        matcher makes them. All models are held in memory. The output is then no point of the line between the models, and says so; see
+        :func:`coset.connect.refit`.
     overwrite, legacy, matching, progress
         As for :func:`align`.
 
     Raises
     ------
     CosetError
-        If the models cannot be compared, the weight is outside [0, 1], or for bad input.
+        If the models cannot be compared, the weight is outside [0, 1], a refit is asked for with other than equal weights or without
+        alignment, or for bad input.
     """
     if not others:
         raise CosetError("merge: expected at least one other checkpoint")
@@ -443,19 +524,25 @@ def merge(
     for other in models[1:]:
         require_comparable(models[0], other)
     check_output(out, [m.path for m in models], overwrite)
-    chosen, notes = choose_spaces(models[0], _for_alignment(spaces)) if aligned else ((), ())
+    architecture, folders = models[0].architecture, [*(m.path for m in models), Path(out)]
+    if refit and (weight is not None or not aligned):
+        raise CosetError("refit: it aims at the plain mean of models in one gauge; leave out the weight, and align")
+    if not aligned and (data is not None or state is not None):
+        raise CosetError("merge: data and state serve alignment, which is left out; leave them out too")
+    kept = check_state(state, how, folders)
+    chosen, notes = choose_spaces(models[0], for_alignment(spaces)) if aligned else ((), ())
+    own = read_matching_data(data, models[0], how, refitted=refit) if aligned else None
     sides = [Blocks(m) for m in models]
-    found: list[Match | None] = [
-        match(models[0].architecture, sides[0], side, spaces=chosen, pinned=models[0].pinned, progress=matching) if aligned else None
-        for side in sides[1:]
-    ]
+    found = find_all(how, models, sides, spaces=chosen, data=own, state=kept, progress=matching) if aligned else None
+    transforms: Sequence[Transform | None] = (None,) * len(others) if found is None else found.transforms
+    matched = {} if found is None else record(how, architecture, own, found.heldout)
 
     def mean(layer: int | None, block: Block) -> Mapping[str, Tensor]:
         total = {name: share[0] * x for name, x in block.items()}
-        for part, side, one in zip(share[1:], sides[1:], found, strict=True):
-            own = side.block(layer)
-            own = own if one is None else one.transform(own)
-            total = {name: x + part * own[name] for name, x in total.items()}
+        for part, side, one in zip(share[1:], sides[1:], transforms, strict=True):
+            moved = side.block(layer)
+            moved = moved if one is None else one(moved)
+            total = {name: x + part * moved[name] for name, x in total.items()}
         return total
 
     def invariant(name: str, value: Tensor) -> Tensor:
@@ -464,19 +551,65 @@ def merge(
         parts = [m.checkpoint.read(name).to(torch.float64) for m in models]
         return sum((s * x for s, x in zip(share, parts, strict=True)), torch.zeros_like(parts[0]))
 
+    fitted = None
+    if refit:
+        assert found is not None
+        fitted = _refit(how, models, sides, found.transforms, mean, own, matching)
+        matched |= _refit_record(fitted)
+
+    def refitted(layer: int | None, block: Block) -> Mapping[str, Tensor]:
+        assert fitted is not None
+        return {name: fitted.parameters[name].to(x.dtype) for name, x in block.items()}
+
     names = ", ".join(m.path.name for m in models)
     facts = _facts(
-        "merge", weights=",".join(f"{s:.6g}" for s in share), aligned=str(aligned).lower(), spaces=",".join(chosen), models=names
+        "merge",
+        weights=",".join(f"{s:.6g}" for s in share),
+        aligned=str(aligned).lower(),
+        spaces=",".join(chosen),
+        models=names,
+        **matched,
     )
     saved = save(
         out,
         models[0],
-        mean,
+        mean if fitted is None else refitted,
         invariant=invariant,
         metadata=facts,
-        texts=_card("Merged model", facts),
+        texts=_card("Merged model" if fitted is None else "Refitted model", facts),
         overwrite=overwrite,
         progress=progress,
     )
-    more = tuple(f"{m.path.name}: {n}" for m, one in zip(models[1:], found, strict=True) if one is not None for n in one.notes)
-    return Written(saved.path, None, saved.rounding, notes=(*notes, *more, *_left_out(saved)))
+    more = (*notes, *(() if found is None else found.notes), *(() if fitted is None else fitted.notes), *_left_out(saved))
+    history = () if found is None else found.history
+    ratio = None if fitted is None else (fitted.before, fitted.after)
+    return Written(saved.path, None, saved.rounding, notes=more, matching=matched, history=history, refit=ratio)
+
+
+def _refit(
+    how: Matching,
+    models: Sequence[Model],
+    sides: Sequence[Blocks],
+    transforms: Sequence[Transform],
+    mean: Callable[[int | None, Block], Mapping[str, Tensor]],
+    data: Data | None,
+    progress: Progress | None,
+) -> Refitted:
+    """Refit the mean of models, all of them in memory."""
+    reference = whole(models[0])
+    dtype = next(iter(reference.values())).dtype
+    ends = [reference, *(side.moved(transform, dtype) for side, transform in zip(sides[1:], transforms, strict=True))]
+    merged: dict[str, Tensor] = {}
+    for layer in (None, *range(len(models[0].architecture.layers))):
+        merged |= {name: x.to(dtype) for name, x in mean(layer, sides[0].block(layer)).items()}
+    return refit_merged(how, models[0].architecture, {name: merged[name] for name in reference}, ends, data, progress)
+
+
+def _refit_record(fitted: Refitted) -> dict[str, str]:
+    return {
+        "refit": "every linear map was solved for, so this model is NOT on the line between the models and says nothing about its barrier",
+        "refit_source": fitted.source,
+        "refit_samples": str(fitted.samples),
+        "refit_disagreement_before": f"{fitted.before:.6g}",
+        "refit_disagreement_after": f"{fitted.after:.6g}",
+    }

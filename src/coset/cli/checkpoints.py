@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from coset.cli.options import DEFAULTS, Common
+from coset.cli.options import DEFAULTS, Common, MatchingFlags, OutputFlags
 from coset.cli.output import complain, show, show_json
 from coset.cli.symmetry import spaces as space_table
 from coset.cli.symmetry import totals
 from coset.errors import CosetError
 
 if TYPE_CHECKING:
+    from coset.alignment import Step
     from coset.checkpoint.operations import Written
 
-Out = Annotated[Path, Parameter(name=["--output", "-o"])]
-Spaces = Annotated[str | None, Parameter(name="--spaces")]
+BY_WEIGHTS = MatchingFlags()
 
 
 def _spaces(text: str | None) -> tuple[str, ...] | None:
@@ -30,7 +30,7 @@ def _spaces(text: str | None) -> tuple[str, ...] | None:
 
 @contextmanager
 def _progress(common: Common, label: str) -> Iterator[tuple[Callable[[str, int, int], None], Callable[[int, int], None]]]:
-    """Two callbacks, for matching and for writing, that draw one bar each on standard error."""
+    """Two callbacks, for matching and for writing, that draw one bar each on standard error; matching says in the first what it is at."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -39,12 +39,26 @@ def _progress(common: Common, label: str) -> Iterator[tuple[Callable[[str, int, 
     with Progress(*columns, console=console, disable=common.quiet or not console.is_terminal, transient=True) as bars:
         tasks: dict[str, Any] = {}
 
-        def update(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-            bars.update(tasks[name], completed=done, total=total)
+        def update(bar: str, words: str, done: int, total: int) -> None:
+            if bar not in tasks:
+                tasks[bar] = bars.add_task(words, total=total)
+            bars.update(tasks[bar], description=words, completed=done, total=total)
 
-        yield (lambda what, done, total: update(f"matching, {what}", done, total)), (lambda done, total: update(label, done, total))
+        yield (
+            (lambda what, done, total: update("matching", f"matching, {what}", done, total)),
+            (lambda done, total: update("writing", label, done, total)),
+        )
+
+
+@contextmanager
+def _resumable(flags: MatchingFlags) -> Iterator[None]:
+    """Say after an interruption how to go on, if there is a state to go on from."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if flags.state is not None and flags.state.exists():
+            complain("note", f"{flags.state} holds the state of learning: give the same command again to continue from there")
+        raise
 
 
 def _report(written: Written, common: Common, **more: Any) -> None:
@@ -56,6 +70,7 @@ def _report(written: Written, common: Common, **more: Any) -> None:
                 "notes": list(written.notes),
                 **more,
                 "distances": [{"layer": d.layer, "before": d.before, "after": d.after} for d in written.distances],
+                **({"matching": dict(written.matching), "history": _history(written.history)} if written.matching else {}),
             }
         )
         return
@@ -68,7 +83,20 @@ def _report(written: Written, common: Common, **more: Any) -> None:
         for d in written.distances:
             table.add_row("ends" if d.layer is None else f"layer {d.layer}", f"{d.before:.4g}", f"{d.after:.4g}")
         show(table)
+    if written.history:
+        first, best = written.history[0].objective, min(step.objective for step in written.history)
+        show(f"Matched by {written.matching['matcher']}: objective {first:.4g} at the start, {best:.4g} at best.")
+    if written.refit is not None:
+        before, after = written.refit
+        show(
+            f"Refitted: disagreement with the ends on held-out inputs {before:.4g} before, {after:.4g} after. "
+            "The output is not on the line between the models."
+        )
     show(f"Written to {written.path}; relative rounding error {written.rounding:.2g}.")
+
+
+def _history(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    return [{"step": step.name, "objective": step.objective} for step in steps]
 
 
 def inspect(checkpoint: Path, /, *, legacy: bool = False, common: Common = DEFAULTS) -> None:
@@ -104,12 +132,10 @@ def scramble(
     checkpoint: Path,
     /,
     *,
-    output: Out,
-    spaces: Spaces = None,
+    to: OutputFlags,
+    spaces: str | None = None,
     seed: int = 0,
     transform: Path | None = None,
-    overwrite: bool = False,
-    legacy: bool = False,
     common: Common = DEFAULTS,
 ) -> None:
     """Write a random checkpoint that computes the same function.
@@ -118,24 +144,25 @@ def scramble(
     ----------
     checkpoint
         Folder of the checkpoint.
-    output
-        Folder to write.
     spaces
         What to move, comma separated: heads, qk, vo, neurons, experts, gains, shifts, stream. Default: all there is.
     seed
         Same seed, same bytes.
     transform
         File (.safetensors) to save the group element in.
-    overwrite
-        Replace an existing output.
-    legacy
-        Accept pytorch_model.bin.
     """
     from coset.checkpoint import operations
 
     with _progress(common, "writing") as (_, writing):
         written = operations.scramble(
-            checkpoint, output, spaces=_spaces(spaces), seed=seed, transform=transform, overwrite=overwrite, legacy=legacy, progress=writing
+            checkpoint,
+            to.output,
+            spaces=_spaces(spaces),
+            seed=seed,
+            transform=transform,
+            overwrite=to.overwrite,
+            legacy=to.legacy,
+            progress=writing,
         )
     _report(written, common, seed=seed, transform=None if transform is None else str(transform))
 
@@ -145,10 +172,8 @@ def apply(
     checkpoint: Path,
     /,
     *,
-    output: Out,
+    to: OutputFlags,
     inverse: bool = False,
-    overwrite: bool = False,
-    legacy: bool = False,
     common: Common = DEFAULTS,
 ) -> None:
     """Apply a saved group element to a checkpoint, in the direction in which it was written.
@@ -159,19 +184,15 @@ def apply(
         File that scramble, align or compare wrote.
     checkpoint
         Folder of the checkpoint.
-    output
-        Folder to write.
     inverse
         The other direction.
-    overwrite
-        Replace an existing output.
-    legacy
-        Accept pytorch_model.bin.
     """
     from coset.checkpoint import operations
 
     with _progress(common, "writing") as (_, writing):
-        written = operations.apply(transform, checkpoint, output, inverse=inverse, overwrite=overwrite, legacy=legacy, progress=writing)
+        written = operations.apply(
+            transform, checkpoint, to.output, inverse=inverse, overwrite=to.overwrite, legacy=to.legacy, progress=writing
+        )
     _report(written, common)
 
 
@@ -180,13 +201,11 @@ def align(
     other: Path,
     /,
     *,
-    output: Out,
-    spaces: Spaces = None,
-    matcher: Literal["weights"] = "weights",
+    to: OutputFlags,
+    by: MatchingFlags = BY_WEIGHTS,
+    data: Path | None = None,
     untie: bool = False,
     transform: Path | None = None,
-    overwrite: bool = False,
-    legacy: bool = False,
     common: Common = DEFAULTS,
 ) -> None:
     """Write OTHER, function unchanged, as close to REFERENCE as the symmetries allow.
@@ -197,37 +216,33 @@ def align(
         Folder of the checkpoint that stays as it is.
     other
         Folder of the checkpoint to bring to it.
-    output
-        Folder to write.
-    spaces
-        What may move, comma separated: heads (with qk and vo), neurons, experts, gains, shifts, stream. Default: all there is.
-    matcher
-        Where inner products come from.
+    data
+        Inputs to match on: text (.txt, read with the checkpoint's tokenizer), or .safetensors with input_ids, or with inputs and targets.
     untie
         Give a tied model an unembedding of its own, so that its stream can turn.
     transform
         File (.safetensors) to save the group element in.
-    overwrite
-        Replace an existing output.
-    legacy
-        Accept pytorch_model.bin.
     """
     from coset.checkpoint import operations
 
-    with _progress(common, "writing") as (matching, writing):
+    how = by.matching()
+    with _resumable(by), _progress(common, "writing") as (matching, writing):
         written = operations.align(
             reference,
             other,
-            output,
-            spaces=_spaces(spaces),
+            to.output,
+            spaces=_spaces(by.spaces),
             untied=untie,
+            how=how,
+            data=data,
+            state=by.state,
             transform=transform,
-            overwrite=overwrite,
-            legacy=legacy,
+            overwrite=to.overwrite,
+            legacy=to.legacy,
             matching=matching,
             progress=writing,
         )
-    _report(written, common, matcher=matcher, transform=None if transform is None else str(transform))
+    _report(written, common, matcher=how.matcher, transform=None if transform is None else str(transform))
 
 
 def merge(
@@ -235,15 +250,15 @@ def merge(
     others: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)],
     /,
     *,
-    output: Out,
+    to: OutputFlags,
     weight: float | None = None,
     no_align: bool = False,
-    spaces: Spaces = None,
-    overwrite: bool = False,
-    legacy: bool = False,
+    by: MatchingFlags = BY_WEIGHTS,
+    data: Path | None = None,
+    refit: bool = False,
     common: Common = DEFAULTS,
 ) -> None:
-    """Write the weighted mean of checkpoints, each aligned to the first. The output loads as it is.
+    """Write the weighted mean of checkpoints, brought into the gauge of the first. The output loads as it is.
 
     Parameters
     ----------
@@ -251,37 +266,45 @@ def merge(
         Folder of the checkpoint whose files and gauge the output has.
     others
         Folders of one or more others.
-    output
-        Folder to write.
     weight
         Total weight of the others, from 0 to 1. Default: every model counts the same.
     no_align
         Average the weights as they are.
-    spaces
-        What alignment may move. Default: all there is.
-    overwrite
-        Replace an existing output.
-    legacy
-        Accept pytorch_model.bin.
+    data
+        Inputs to match on, or to refit on; see align.
+    refit
+        Solve for every linear map, so that it gives the mean of what the models' maps give, on --data or on inputs that need none. The output is
+        then not on the line between the models.
     """
-    if no_align and spaces is not None:
-        raise CosetError("--spaces: it says what alignment may move, and --no-align leaves alignment out; give one of them")
+    if no_align and by.given():
+        flags = ", ".join(by.given())
+        raise CosetError(f"{flags}: it says how to align, and --no-align leaves alignment out; give one of them")
     from coset.checkpoint import operations
 
-    with _progress(common, "writing") as (matching, writing):
+    how = by.matching(refit=refit)
+    with _resumable(by), _progress(common, "writing") as (matching, writing):
         written = operations.merge(
             reference,
             others,
-            output,
+            to.output,
             weight=weight,
             aligned=not no_align,
-            spaces=_spaces(spaces),
-            overwrite=overwrite,
-            legacy=legacy,
+            spaces=_spaces(by.spaces),
+            how=how,
+            data=data,
+            state=by.state,
+            refit=refit,
+            overwrite=to.overwrite,
+            legacy=to.legacy,
             matching=matching,
             progress=writing,
         )
-    _report(written, common, weights=list(operations.weights(len(others), weight)), aligned=not no_align)
+    more: dict[str, Any] = {"weights": list(operations.weights(len(others), weight)), "aligned": not no_align}
+    more["matcher"] = None if no_align else how.matcher
+    more["on_the_line"] = written.refit is None
+    if written.refit is not None:
+        more["refit"] = {"heldout_disagreement_before": written.refit[0], "heldout_disagreement_after": written.refit[1]}
+    _report(written, common, **more)
 
 
 def barrier(
@@ -290,6 +313,8 @@ def barrier(
     /,
     *,
     data: Path,
+    by: MatchingFlags = BY_WEIGHTS,
+    match_data: Path | None = None,
     points: int = 25,
     length: int | None = None,
     samples: int | None = None,
@@ -300,14 +325,20 @@ def barrier(
     legacy: bool = False,
     common: Common = DEFAULTS,
 ) -> None:
-    """Loss and accuracy along the straight line between two checkpoints as they are, and the barrier on it.
+    """Loss and accuracy along the straight line between two checkpoints, and the barrier on it.
+
+    Without --matcher the checkpoints are taken as they are; with one, SECOND is aligned to FIRST in memory first.
 
     Parameters
     ----------
-    first, second
-        Folders of the checkpoints; align them first to measure the barrier that alignment leaves.
+    first
+        Folder of one checkpoint.
+    second
+        Folder of the other.
     data
         Text (.txt, read with the checkpoint's tokenizer), or .safetensors with input_ids, or with inputs and targets.
+    match_data
+        Inputs to match on. Default: what --data holds for --matcher activations, and inputs that need no data for the others.
     points
         Points of the line, both ends included.
     length
@@ -325,13 +356,21 @@ def barrier(
     legacy
         Accept pytorch_model.bin.
     """
+    if by.matcher is None and (by.given() or match_data is not None):
+        flags = ", ".join((*by.given(), *(() if match_data is None else ("--match-data",))))
+        raise CosetError(f"{flags}: it says how to align, and the checkpoints are taken as they are; add --matcher, or leave it out")
     from coset.checkpoint.curves import barrier_between
 
-    with _progress(common, "points") as (_, measuring):
+    how = None if by.matcher is None else by.matching()
+    with _resumable(by), _progress(common, "points") as (matching, measuring):
         found = barrier_between(
             first,
             second,
             data,
+            how=how,
+            spaces=_spaces(by.spaces),
+            match_data=match_data,
+            state=by.state,
             points=points,
             length=length,
             samples=samples,
@@ -340,14 +379,18 @@ def barrier(
             plot=plot,
             overwrite=overwrite,
             legacy=legacy,
+            matching=matching,
             progress=measuring,
         )
     if common.json:
         show_json(found.to_json())
         return
+    for note in () if common.quiet else found.notes:
+        complain("warning", note)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("t", "loss", "accuracy"):
         table.add_column(name, justify="right")
     for t, loss, accuracy in zip(found.curve.points, found.curve.loss, found.curve.accuracy, strict=True):
         table.add_row(f"{t:.3f}", f"{loss:.4f}", f"{accuracy:.4f}")
-    show(table, f"Loss barrier {found.loss:.4g}, accuracy barrier {found.accuracy:.4g}: {found.definition}.")
+    aligned = f" The second was aligned by {how.matcher}." if how is not None else ""
+    show(table, f"Loss barrier {found.loss:.4g}, accuracy barrier {found.accuracy:.4g}: {found.definition}.{aligned}")

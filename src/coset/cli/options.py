@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from coset.architecture import PE, Architecture, uniform
+from coset.errors import CosetError
+
+if TYPE_CHECKING:
+    from coset.alignment.matchers import Matching
 
 
 @Parameter(name="*")
@@ -54,11 +60,11 @@ class ArchitectureFlags:
     rotary_dim: int | None = None
     """Lanes of a head that rotate (pe rope). Default: all."""
 
-    rope_base: float = 10_000.0
-    """Base of the rotary frequencies."""
+    rope_base: float | None = None
+    """Base of the rotary frequencies (pe rope). Default: 10000."""
 
-    rope_pairing: Literal["half", "interleaved"] = "half"
-    """Which lanes form a rotary plane: j and j + half (Llama), or neighbours (GPT-J)."""
+    rope_pairing: Literal["half", "interleaved"] | None = None
+    """Which lanes form a rotary plane (pe rope): j and j + half (Llama), or neighbours (GPT-J). Default: half."""
 
     norm: Literal["none", "rms", "layer"] = "rms"
     """Norm in front of attention, the MLP and the head."""
@@ -84,8 +90,8 @@ class ArchitectureFlags:
     vocab: int = 256
     """Size of the vocabulary."""
 
-    positions: int = 128
-    """Rows of the position table (pe sinusoidal or learned)."""
+    positions: int | None = None
+    """Rows of the position table (pe sinusoidal or learned). Default: 128."""
 
     outputs: Literal["logits", "probabilities"] = "logits"
     """What must stay equal: the logits, or only their softmax."""
@@ -96,6 +102,121 @@ class ArchitectureFlags:
         Raises
         ------
         CosetError
-            If they contradict each other.
+            If they contradict each other, a size is larger than is counted, or a flag has no meaning beside the positional encoding.
         """
-        return uniform(**asdict(self))
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, encodings in _MEANT_FOR.items():
+            if name in given and self.pe not in encodings:
+                raise CosetError(
+                    f"{_flag(name)}: it has no meaning with --pe {self.pe}; leave it out, or use --pe {' or '.join(encodings)}"
+                )
+        for name, most in _MOST.items():
+            if given.get(name, 0) > most:
+                raise CosetError(f"{_flag(name)}: expected at most {most:,}, got {given[name]:,}")
+        if self.head_dim is None and self.heads > 0 and self.width // self.heads > _MOST["head_dim"]:
+            raise CosetError(
+                f"--width: {self.heads} heads would be wider than {_MOST['head_dim']:,} lanes; give more --heads, or --head-dim"
+            )
+        return uniform(**given)
+
+
+_MEANT_FOR: Mapping[str, tuple[PE, ...]] = {
+    "rotary_dim": ("rope",),
+    "rope_base": ("rope",),
+    "rope_pairing": ("rope",),
+    "positions": ("sinusoidal", "learned"),
+}
+
+# Well beyond any model, and counted in seconds.
+_MOST: Mapping[str, int] = {"layers": 2_000, "heads": 1_024, "kv_heads": 1_024, "head_dim": 8_192, "rotary_dim": 8_192}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class OutputFlags:
+    """What every verb takes that writes a checkpoint."""
+
+    output: Annotated[Path, Parameter(name=["--output", "-o"])]
+    """Folder to write."""
+
+    overwrite: bool = False
+    """Replace existing outputs."""
+
+    legacy: bool = False
+    """Accept pytorch_model.bin."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class MatchingFlags:
+    """How two models are matched; the arguments of `coset.alignment.Matching`, and files."""
+
+    matcher: Literal["weights", "probes", "self", "activations", "search", "learned"] | None = None
+    """What is compared: weights, or what both models compute on random inputs (probes), on text that they write (self) or on your data
+    (activations); search then tries orders of heads, and learned follows gradients, both for the loss halfway. Default: weights; of
+    barrier, none."""
+
+    spaces: str | None = None
+    """What may move, comma separated: heads (with qk and vo), neurons, experts, gains, shifts, stream. Default: all there is."""
+
+    source: Literal["probes", "self", "activations"] | None = None
+    """Inputs of search and learned. Default: your data if there are any, else self for language models and probes for others."""
+
+    match_samples: int | None = None
+    """Inputs to match on. Default: some ten thousand tokens (a hundred thousand for learned), or all of your data."""
+
+    match_length: int | None = None
+    """Tokens in each. Default: 64 (256 of your text), or the model's context."""
+
+    seed: int = 0
+    """Same seed, same bytes."""
+
+    task: bool = False
+    """Learned: lower the loss of your data's task, not the disagreement with both models, which needs no labels."""
+
+    steps: int | None = None
+    """Learned: gradient steps. Default: 600."""
+
+    state: Path | None = None
+    """Learned: file to write the state to now and then, and to continue from after an interruption."""
+
+    def given(self) -> tuple[str, ...]:
+        """The flags that say something."""
+        return tuple(_flag(f.name) for f in fields(self) if getattr(self, f.name) != f.default)
+
+    def matching(self, *, refit: bool = False) -> Matching:
+        """The options that the flags describe; a refit needs inputs even where the matcher does not.
+
+        Raises
+        ------
+        CosetError
+            If a flag has no meaning with the matcher, or a number is out of range.
+        """
+        from coset.alignment.learned import Learning
+        from coset.alignment.matchers import Matching
+
+        matcher = self.matcher or "weights"
+        given = self.given()
+        for flag, matchers in _MATCHERS_OF.items():
+            if flag in given and matcher not in matchers and not (refit and matchers == _INPUTS):
+                raise CosetError(
+                    f"{flag}: it has no meaning with --matcher {matcher}; leave it out, or use --matcher {' or '.join(matchers)}"
+                )
+        learning = Learning() if self.steps is None else Learning(steps=self.steps)
+        return Matching(matcher, self.source, self.match_samples, self.match_length, seed=self.seed, task=self.task, learning=learning)
+
+
+_LEARNED = ("learned",)
+_INPUTS = ("probes", "self", "activations", "search", "learned")
+_MATCHERS_OF: Mapping[str, tuple[str, ...]] = {
+    "--source": ("search", "learned"),
+    "--match-samples": _INPUTS,
+    "--match-length": _INPUTS,
+    "--task": _LEARNED,
+    "--steps": _LEARNED,
+    "--state": _LEARNED,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,14 +16,16 @@ from coset.alignment.matching import match
 from coset.alignment.pair import Progress
 from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture
-from coset.equivalence.residual import Pair, Residual, residuals
+from coset.equivalence.residual import PEAK, SPREAD, Pair, Residual, residuals
 from coset.equivalence.sides import Side
 from coset.errors import CosetError
 from coset.groups import Element, GeneralLinear, Monomial, MonomialElement, Orthogonal, Wreath, WreathElement
 from coset.normal_form import compatible_gauge, read_gauge
+from coset.parameters import tensors
 from coset.transform import SPACES, Transform, gauge_names, move
 
 _CYCLES = 15
+_CLEAR = 5.0
 _INNER = ("heads", "qk", "vo", "neurons", "experts")
 _UNGAUGED = tuple(s for s in SPACES if s not in ("gains", "stream"))
 
@@ -39,6 +41,15 @@ class Found:
     @property
     def exact(self) -> bool:
         return not any(r.significant for r in self.residuals)
+
+    @property
+    def local(self) -> bool:
+        """Whether what rounding does not explain lies in one block (a layer, or the ends) and is clearly more than rounding.
+
+        All other blocks are then explained, and with them the stream: only this block's own heads and neurons could fit better.
+        """
+        parted = [r for r in self.residuals if r.significant]
+        return len({r.layer for r in parted}) == 1 and any(r.peak > _CLEAR * PEAK or r.spread > _CLEAR**2 * SPREAD for r in parted)
 
 
 @dataclass
@@ -56,6 +67,28 @@ class Search:
     def _step(self, done: int, total: int) -> None:
         if self.progress is not None:
             self.progress("residuals", done, total)
+
+    @cached_property
+    def as_they_are(self) -> Found | None:
+        """The identity, with bases fitted in the layer that differs, for models that agree to rounding as they are stored but for one block.
+
+        None for all other models, and where a gauge cannot be folded.
+        """
+        apart: set[int | None] = set()
+        for name, spec in tensors(self.architecture).items():
+            x, y = (side.parameters[name].to(torch.float64) for side in (self.a, self.b))
+            unit = self.a.unit(name) + self.b.unit(name)
+            if spec.layer not in apart and float(torch.dist(x, y)) > 2 * unit * float(torch.linalg.vector_norm(y)):
+                apart.add(spec.layer)
+            if len(apart) > 1:
+                return None
+        pair = Pair(self.architecture, self.a, self.b, gauge_names(self.architecture, SPACES, self.pinned))
+        try:
+            identity: dict[str, Element] = {key: group.identity() for key, group in pair.groups.items()}
+            return self._found(pair, _refitted(pair, identity, [i for i in apart if i is not None]))
+        except CosetError as error:
+            self._narrowed(error)
+            return None
 
     def matched(self, cycles: int = _CYCLES) -> Found | None:
         """By alignment of the whole model; with fewer spaces where the gauge of a model cannot be folded."""
@@ -92,14 +125,16 @@ class Search:
                 start["stream"] = g
             other, reference = pair.lazy(pair.a.parameters, start), pair.lazy(pair.b.parameters)
             inner = match(pair.folded, reference, other, spaces=_INNER, progress=self.progress).transform.element
-            element = _refitted(pair, {**start, **inner})
-            source, target = (read_gauge(self.architecture, side.parameters, pair.names) for side in (self.a, self.b))
-            target = compatible_gauge(target, source)[0]
-            transform = Transform(self.architecture, element, source, target)
-            return Found(pair, transform, residuals(pair, element, self.seed, self._step))
+            return self._found(pair, _refitted(pair, {**start, **inner}, range(len(self.architecture.layers))))
         except CosetError as error:
             self._narrowed(error)
             return None
+
+    def _found(self, pair: Pair, element: Mapping[str, Element]) -> Found:
+        """An element between normal forms as a transform from A's gauge to B's, with its residuals."""
+        source, target = (read_gauge(self.architecture, side.parameters, pair.names) for side in (self.a, self.b))
+        transform = Transform(self.architecture, element, source, compatible_gauge(target, source)[0])
+        return Found(pair, transform, residuals(pair, element, self.seed, self._step))
 
     def _narrowed(self, error: CosetError) -> None:
         reason = f"degenerate gauge: {error}"
@@ -160,10 +195,13 @@ def _stream_of_inputs(pair: Pair) -> Element | None:
     return products.solve(group)[0]
 
 
-def _refitted(pair: Pair, element: Mapping[str, Element]) -> dict[str, Element]:
-    """The element with bases inside heads and scales of neurons solved once more as linear equations, which do not mind factors that vanish."""
+def _refitted(pair: Pair, element: Mapping[str, Element], layers: Iterable[int]) -> dict[str, Element]:
+    """The element with some layers' bases inside heads and scales of neurons solved once more as linear equations.
+
+    Those do not mind factors that vanish.
+    """
     out = dict(element)
-    for i in range(len(pair.architecture.layers)):
+    for i in layers:
         a = move(pair.folded, element, pair.normal(pair.a.parameters, i))
         b = pair.normal(pair.b.parameters, i)
         key = f"layers.{i}.heads"

@@ -25,6 +25,8 @@ from coset.transform import Transform, move
 Verdict = Literal["identical", "equivalent", "equivalent up to rounding", "different", "undecided"]
 
 _VISIBLE = 0.02
+_STRETCHED = 1e-5
+_FEW = 2
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ def compare_sides(
         )
 
     if out.significant:
-        found = search.from_the_ends or search.matched()
+        # The outputs are the proof; an element only serves to name the first difference.
+        found = search.from_the_ends or search.matched(_FEW)
         if found is not None and found.exact and (a.coarse or b.coarse):
             # Weights that agree to a coarse rounding: a model that amplifies rounding explains the outputs as well as a difference does.
             reasons.append("the weights agree to rounding while the outputs do not: the model amplifies the rounding of its stored weights")
@@ -221,11 +224,22 @@ def compare_sides(
         return settled("different", found, None if found is None else _first_difference(found))
     # The outputs agree, so an element that is not exact was not searched for well enough, or does not exist. One pass settles most cases.
     found = None
-    attempts: tuple[Callable[[], Found | None], ...] = (lambda: search.matched(1), lambda: search.from_the_ends, search.matched)
+    attempts: tuple[Callable[[], Found | None], ...] = (
+        lambda: search.as_they_are,
+        lambda: search.matched(1),
+        lambda: search.from_the_ends,
+        search.matched,
+    )
     for attempt in attempts:
-        found = attempt() or found
-        if found is not None and found.exact:
+        latest = attempt()
+        if latest is None:
+            continue
+        found = latest
+        if found.exact:
             return settled(agree, found)
+        # All but one block is explained: if the rest is a visible change and nothing is degenerate, no better element is there to be found.
+        if found.local and not reasons and _hidden(probe, found, out) == "small" and not _spots(architecture, a, b, found.pair):
+            return settled("different", found, _first_difference(found))
     if found is None:
         reasons += _spots(architecture, a, b, None)
         return settled("undecided", None)
@@ -279,12 +293,13 @@ def _hidden(probe: Probe, found: Found, out: Outputs) -> Literal["small", "invis
 
     The moved model has the function of A exactly, so going from B a multiple s of the residual must change the outputs s times as much as
     they differ now, if the residual is small and visible. It is ``invisible`` if it changes them far less than a random change of the
-    same tensors of equal size; ``large`` if far more than s times the difference: then the straight line is not what connects the two.
+    same tensors of equal size (the multiple is so small that an element off by a little, along which the function only changes to second
+    order, counts as invisible); ``large`` if far more than s times the difference: then the straight line is not what connects the two.
     """
     pair, element = found.pair, found.transform.element
     changed = {r.tensor for r in found.residuals if r.significant}
     size = max(r.relative for r in found.residuals if r.tensor in changed)
-    stretch = max(1.0, 0.05 / max(size, 1e-15))
+    stretch = max(1.0, _STRETCHED / max(size, 1e-15))
     near = probe.short(128)
     base = near(pair.lazy(pair.b.parameters), pair.folded)
 
