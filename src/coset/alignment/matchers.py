@@ -121,11 +121,8 @@ DEFAULT_MATCHING = Matching()
 
 def made_sizes(architecture: Architecture, how: Matching) -> tuple[int, int]:
     """How many inputs ``probes`` and ``self`` make, and how long they are."""
-    longest = architecture.length
-    if isinstance(architecture.inputs, Patches):
-        length = architecture.inputs.count
-    else:
-        length = how.length or (64 if longest is None else min(64, longest))
+    longest = 64 if architecture.length is None else architecture.length
+    length = longest if isinstance(architecture.inputs, Patches) else how.length or min(64, longest)
     return how.samples or default_samples(architecture, length, _LEARNED if how.matcher == "learned" else _CLOSED_FORM), length
 
 
