@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = options.folder / "test.safetensors"
-    tokens = load_file(data)["input_ids"][:64]
+    tokens = load_file(data)["input_ids"][: options.samples]
     how = {
         "two_stage": (Matching("weights"), HEADS),
         "weights": (Matching("weights"), None),
