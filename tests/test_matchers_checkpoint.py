@@ -342,6 +342,7 @@ def test_data_that_do_not_fit(capsys, tmp_path):
         ({"input_ids": _ids(5, 9)[0]}, "expected token ids [n, length], got torch.int64 of shape [9]"),
         ({"inputs": torch.ones(5, 9)}, "expected token ids [n, length], got torch.float32 of shape [5, 9]"),
         ({"input_ids": _ids(5, 9)[:0]}, "expected at least one input"),
+        ({"input_ids": _ids(5, 9) > 3}, "must be integers or floating point, got torch.bool"),
         ({"tokens": _ids(5, 9)}, "expected tensors input_ids"),
     ):
         save_file(tensors, data)

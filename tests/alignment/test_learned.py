@@ -121,6 +121,14 @@ def test_spoilt_state(tmp_path: Path) -> None:
         learn(a, p, q, match_activations(a, p, q, x), x, how=QUICK, spaces=SPACES, state=state)
 
 
+def test_state_that_cannot_be_written(tmp_path: Path) -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    state = tmp_path / "missing" / "state.safetensors"
+    with pytest.raises(CosetError, match="cannot write the state"):
+        learn(a, p, q, start, x, how=QUICK, spaces=SPACES, state=state)
+
+
 def test_divergence_keeps_the_best_state() -> None:
     a, p, q, x = pair()
     start = match_activations(a, p, q, x)

@@ -65,6 +65,7 @@ def test_names_hold_what_tells_settings_apart_and_no_more() -> None:
         ({"layers": []}, "setting 1: layers: expected at least one value, got an empty list"),
         ({"width": "wide"}, "setting 1: width: input should be a valid integer, got 'wide'"),
         ({"width": 25}, "setting 1: width: 25 is not a multiple of 3 heads"),
+        ({"width": 10**18}, "setting 1: width: input should be less than or equal to 10000000, got 1000000000000000000"),
         ({"kv_heads": 2}, "setting 1: kv_heads: 3 heads are not a multiple of 2"),
         ({"seeds": 1}, "setting 1: seeds: a pair needs at least 2, got [1]"),
         ({"seeds": [3, 3]}, "setting 1: seeds: [3, 3] holds a value twice"),

@@ -105,6 +105,9 @@ def _tensors(path: Path) -> tuple[Tensor, Tensor | None]:
         inputs, targets = found["inputs"], found.get("targets")
     else:
         raise CosetError(f"{path}: expected tensors input_ids [n, length], or inputs and targets; got {', '.join(sorted(found)) or 'none'}")
+    for name, x in (("inputs", inputs), ("targets", targets)):
+        if x is not None and (x.dtype == torch.bool or x.is_complex()):
+            raise CosetError(f"{path}: {name} must be integers or floating point, got {x.dtype}")
     whole = [x if x is None or x.is_floating_point() else x.to(torch.int64) for x in (inputs, targets)]
     assert whole[0] is not None
     return whole[0], whole[1]

@@ -23,7 +23,7 @@ Pe = Literal["sinusoidal", "learned", "rope", "none", "alibi"]
 ModelName = Literal["vit", "gpt2", "llama", "bert"]
 TaskName = Literal["digits", "fashion-mnist", "images", "text", "stdlib", "kjv", "tokens", "classify", "wordnet"]
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10_000_000)]
 Seed = Annotated[int, Field(ge=0)]
 
 
