@@ -399,7 +399,9 @@ class _Run:
         except (OSError, SafetensorError) as error:
             raise CosetError(f"{self.state}: not a readable state of learning: {error}; delete it to start afresh") from None
         if facts.get("coset") != "learning" or facts.get("identity") != self.identity:
-            raise CosetError(f"{self.state}: belongs to another run (other models, inputs or settings); give another name, or delete it to start afresh")
+            raise CosetError(
+                f"{self.state}: belongs to another run (other models, inputs or settings); give another name, or delete it to start afresh"
+            )
         self.losses = [(int(at), float(loss)) for at, loss in json.loads(facts["losses"])]
         for side, end in enumerate(self.ends):
             for key, group in end.groups.items():
