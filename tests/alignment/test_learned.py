@@ -78,6 +78,28 @@ def test_one_end_or_both() -> None:
     assert halfway(a, p, one.transform(q), x) < halfway(a, p, start.transform(q), x)
 
 
+def test_places_beside_the_middle() -> None:
+    """Learning at three places lowers the loss at the quarters below what learning halfway leaves there."""
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+
+    def quarters(found: Match) -> float:
+        b = found.transform(q)
+        target = sum(forward(a, m, x).softmax(-1) for m in (p, q)) / 2
+        losses = []
+        for t in (0.25, 0.75):
+            between = {n: (1 - t) * p[n] + t * b[n].float() for n in p}
+            losses.append(float(-(target * forward(a, between, x).log_softmax(-1)).sum(-1).mean()))
+        return sum(losses) / 2
+
+    middle, spread = (
+        learn(a, p, q, start, x, how=replace(QUICK, steps=60, places=places), spaces=SPACES) for places in ((0.5,), (0.25, 0.5, 0.75))
+    )
+    assert quarters(spread) < quarters(middle)
+    exact = {n: t.double() for n, t in q.items()}
+    assert difference(forward(a, spread.transform(exact), x), forward(a, exact, x)) <= 1e-9
+
+
 def test_task_loss_uses_targets() -> None:
     a, p, q, x = pair()
     start = match_activations(a, p, q, x)
@@ -182,7 +204,16 @@ def test_orthogonalised_momentum() -> None:
 def test_bad_settings() -> None:
     a, p, q, x = pair()
     start = match_activations(a, p, q, x)
-    for wrong in ({"steps": 0}, {"rate": -1.0}, {"validation": 1.0}, {"momentum": 1.5}, {"batch": 0}, {"stream_rate": float("nan")}):
+    for wrong in (
+        {"steps": 0},
+        {"rate": -1.0},
+        {"validation": 1.0},
+        {"momentum": 1.5},
+        {"batch": 0},
+        {"stream_rate": float("nan")},
+        {"places": ()},
+        {"places": (0.5, 1.0)},
+    ):
         with pytest.raises(CosetError, match=next(iter(wrong))):
             Learning(**wrong)  # type: ignore[arg-type]
     with pytest.raises(CosetError, match="two inputs"):
