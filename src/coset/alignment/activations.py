@@ -76,12 +76,17 @@ def check_inputs(architecture: Architecture, inputs: Tensor) -> None:
 
 
 def _solve_stream(pair: Pair, products: Products) -> tuple[Element, list[Step]]:
-    """The stream's element from all sites, each weighted by the size of what is read there; and the relative distance before and after."""
+    """The stream's element from all sites, each relative to the size of what is read there; and the relative distance before and after.
+
+    What differs early is carried through everything behind it, so a site counts by the cube of how many layers still read it (one for the
+    end). Measured: equal weights leave higher barriers, the more so the deeper the model; the power hardly matters (docs/matching.md).
+    """
     group, d = pair.groups["stream"], pair.folded.width
     total = torch.zeros(2 * d, 2 * d, dtype=torch.float64)
-    for moments in products.stream.values():
+    for site, moments in products.stream.items():
+        behind = 1 + (len(pair.folded.layers) - int(site.split(".")[1]) if site.startswith("layers.") else 0)
         moment = moments.mean()
-        total += moment / moment.diagonal().sum().clamp_min(1e-300)
+        total += behind**3 * moment / moment.diagonal().sum().clamp_min(1e-300)
     own, cross, other = total[:d, :d], total[d:, :d], total[d:, d:]
     if isinstance(group, GeneralLinear):
         element = _least_squares(group, other, cross)

@@ -1,13 +1,13 @@
-r"""Learned alignment: the group element of lowest loss halfway between the models, found by gradients inside the group.
+r"""Learned alignment: the group element of lowest loss between the models, found by gradients inside the group.
 
-    minimise  L( (g_A·A + g_B·B) / 2 )   over elements g_A, g_B of the continuous part of the group,
+    minimise  Σ_t L( (1 - t) g_A·A + t g_B·B )   over elements g_A, g_B of the continuous part of the group,
 
-where L is the task's loss, or without labels the cross-entropy to the mean of the two models' probabilities. Orders of heads and neurons stay
+where t runs over a few places of the segment, and L is the task's loss, or without labels the cross-entropy to the mean of the two models' probabilities. Orders of heads and neurons stay
 as a closed-form matching left them. Every step takes the gradient at the identity, in the Lie algebra, and multiplies exp(step) onto the
 element, so both ends stay *exactly* what they were as functions. The stream, which is compact, moves by orthogonalised momentum; what is not
 compact by Adam.
 
-The result is one element: (g_A·A + g_B·B) / 2 and (A + g_B g_A^{-1}·B) / 2 are the same function, because the group acts linearly on the normal
+The result is one element: (1 - t) g_A·A + t g_B·B and (1 - t) A + t g_B g_A^{-1}·B are the same function, because the group acts linearly on the normal
 form. So the reference is never rewritten.
 """
 
@@ -59,8 +59,8 @@ class Learning:
     keep_reference
         Move the other model alone.
     places
-        Where on the segment the loss is lowered, in turn; a look takes the mean over them. Halfway alone is cheapest to judge; where a barrier
-        remains beside the middle, as on small images, (1/4, 1/2, 3/4) lowers it.
+        Where on the segment the loss is lowered, one place a step, in turn; a look takes the mean over them. Halfway alone may leave a barrier
+        beside the middle.
     """
 
     steps: int = 600
@@ -73,7 +73,7 @@ class Learning:
     every: int = 25
     patience: int | None = None
     keep_reference: bool = False
-    places: tuple[float, ...] = (0.5,)
+    places: tuple[float, ...] = (0.25, 0.5, 0.75)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "every"):
@@ -226,7 +226,7 @@ def learn(
         File to which the state is written at every look at the held-out inputs, and from which an interrupted run of the same models, start
         and settings continues; removed at the end.
     progress
-        Called with the held-out loss halfway, in words, and steps done and in all.
+        Called with the held-out loss between the models, in words, and steps done and in all.
 
     Returns
     -------
@@ -367,7 +367,7 @@ class _Run:
                 for end in self.ends:
                     end.best = dict(end.element)
             if progress is not None:
-                progress(f"loss halfway {loss:.4g} (start {self.losses[0][1]:.4g})", done, self.how.steps)
+                progress(f"loss between {loss:.4g} (start {self.losses[0][1]:.4g})", done, self.how.steps)
             if self.how.patience is not None and waited >= self.how.patience:
                 break
             self.save(done)

@@ -38,7 +38,7 @@ class Match:
         Carries the other model to the reference, into the reference's gauge.
     history
         The matcher's own objective at the start and after every step: squared distance in the gauge of the matching (weights), relative
-        squared distance of activations, or the loss halfway between the models.
+        squared distance of activations, or the loss between the models.
     notes
         Degenerate spots and how they were handled.
     """

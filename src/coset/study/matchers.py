@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from coset.alignment import Learning, Matching, find_match, input_moments
+from coset.alignment import Matching, find_match, input_moments
 from coset.alignment.sources import default_samples
 from coset.architecture import Architecture, LanguageModel
 from coset.connect import Path, interpolate_circuits
@@ -108,16 +108,15 @@ MATCHERS: Mapping[str, Matcher] = {
     "activations": lambda case: _aligned(case, Matching("activations"), data=True),
     "search": lambda case: _aligned(case, Matching("search"), data=True),
     "learned": lambda case: _aligned(case, Matching("learned"), data=True),
-    "learned_spread": lambda case: _aligned(case, Matching("learned", learning=Learning(places=(0.25, 0.5, 0.75))), data=True),
     "learned_task": lambda case: _aligned(case, Matching("learned", task=True), data=True),
     "learned_free": lambda case: _aligned(case, Matching("learned")),
 }
 """``naive`` does nothing; ``two_stage`` is the paper's, and its ``_metric`` variant weighs the input side by its second moments; the others are
 those of `coset.alignment.matchers`. ``circuits`` aligns by weights and takes the path of :data:`PATHS`. ``learned`` looks at inputs but not at
-labels; ``learned_spread`` too, at three places of the segment instead of halfway; ``learned_task`` looks at both, and ``learned_free`` at no data
-at all: text that language models write, probes for others; so does ``self``."""
+labels; ``learned_task`` looks at both, and ``learned_free`` at no data at all: text that language models write, probes for others; so does
+``self``."""
 
-LEARNED = frozenset({"learned", "learned_spread", "learned_task", "learned_free"})
+LEARNED = frozenset({"learned", "learned_task", "learned_free"})
 """Matchers that learn: those to which the number of steps matters."""
 
 PATHS: Mapping[str, Path] = {"circuits": interpolate_circuits}
