@@ -161,7 +161,8 @@ def test_tensors_outside_the_architecture_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "message"), [(0, "at least one token"), (-3, "at least one token"), (4_000_000_000, "at most 32,768 tokens")]
+    ("length", "message"),
+    [(0, "--length: expected an integer from 1"), (-3, "--length: expected an integer from 1"), (4_000_000_000, "at most 32,768 tokens")],
 )
 def test_lengths_that_are_none(llama: Path, capsys: pytest.CaptureFixture[str], length: int, message: str) -> None:
     assert run(["compare", str(llama / "llama-plain"), str(llama / "q"), "--length", str(length)]) == 2

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from architecture_zoo import flags, grid, model, of_layers, special
-from coset.architecture import Architecture, Classifier, LanguageModel, Patches
+from coset.architecture import Architecture, Classifier, LanguageModel, Patches, uniform
 from coset.equivalence import Comparison, Outputs, Residual, assert_equivalent, compare, invariance_error
 from coset.errors import CosetError
 from coset.invariants import fingerprint
 from coset.transform import SPACES, random_transform
+from coset.transformer import initialise
 from near_misses import KINDS
 
 Model = dict[str, Tensor]
@@ -186,6 +187,25 @@ def test_what_no_input_reads_does_not_count() -> None:
     assert decide(a, p, q).verdict == "equivalent"
     q["embed.positions"][2] += 1e-3
     assert decide(a, p, q).verdict == "different"
+
+
+def rare(pe: str) -> Architecture:
+    """Tables with many more rows than the inputs read."""
+    return uniform(pe=pe, layers=2, width=9, heads=3, head_dim=4, mlp_width=7, vocab=3001, positions=1009, tied=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scrambled", [False, True])
+@pytest.mark.parametrize(("pe", "table", "row"), [("rope", "embed.tokens", 1234), ("learned", "embed.positions", 801)])
+def test_rows_that_the_inputs_do_not_happen_to_read(pe: str, table: str, row: int, scrambled: bool) -> None:
+    a = rare(pe)
+    p = cast(initialise(a, seed=1, generic=True), torch.float32)
+    for change in (1e-3, 0.5):
+        q = {n: x.clone() for n, x in p.items()}
+        q[table][row, 4] += change * q[table].abs().mean()
+        q = cast(random_transform(a, q, seed=2)(q), torch.float32) if scrambled else q
+        for pair in ((p, q), (q, p)):
+            found = compare(a, *pair)
+            assert (found.verdict, found.first_difference) == ("different", (None, table)), found.summary()
 
 
 # --- degenerate -------------------------------------------------------------------------------------------------------

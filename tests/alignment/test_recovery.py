@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from architecture_zoo import RMS, attention, difference, distance, flags, function, grid, model, of_layers, special
-from coset.alignment import Alignment, Matching, align
+from coset.alignment import Alignment, Matching, align, match
 from coset.architecture import MLP, Architecture, Layer, Rotary, Sinusoidal, uniform
 from coset.parameters import tensors
 from coset.transform import SPACES, random_transform
@@ -248,3 +248,18 @@ def test_progress_is_reported() -> None:
     seen: list[tuple[str, int, int]] = []
     align(architecture, p, p, spaces=TWO_STAGE, progress=lambda *x: seen.append(x))
     assert [x[1:] for x in seen] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-7, 1e-4])
+def test_models_that_are_near_as_they_are_given_need_one_start(size: float) -> None:
+    a = flags("rope", "rms", "none", 3, None, "swiglu", False)
+    p = model(a)
+    generator = torch.Generator().manual_seed(1)
+    q = {n: x * (1 + size * torch.randn(x.shape, generator=generator, dtype=torch.float64)) for n, x in p.items()}
+    calls: list[tuple[str, int, int]] = []
+    found = match(a, p, q, cycles=1, progress=lambda *done: calls.append(done))
+    assert [done for what, done, _ in calls if what == "cycle 1"] == [0, 1, 2]
+    assert found.history[-1].objective <= found.history[0].objective
+    calls.clear()
+    match(a, p, model(a, 7), cycles=1, progress=lambda *done: calls.append(done))
+    assert len(calls) == 9, "unrelated models get every start"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from coset.transform import SPACES, move
 
 DEFAULT_SOLVERS = Solvers()
 _PIECE = 1 << 18
+
+_CLOSE = 1e-5
+"""Squared distance at which no other start of the stream is tried, relative to that of unrelated models: above what rounding to bf16 does."""
 
 Proposal = Callable[[], tuple[Element, list[str]]]
 """An element that may bring a layer closer, and notes."""
@@ -75,7 +79,14 @@ class _Problem(Pair):
 
     def b(self, index: int | None, element: Mapping[str, Element]) -> dict[str, Tensor]:
         """Block of the other model after `element`."""
-        normal = fold(self.architecture, self._read(self.other, index), self.names)[1]
+        return self.moved(element, self.given(index))
+
+    def given(self, index: int | None) -> dict[str, Tensor]:
+        """Block of the other model in normal form, where nothing has moved."""
+        return fold(self.architecture, self._read(self.other, index), self.names)[1]
+
+    def moved(self, element: Mapping[str, Element], normal: Parameters) -> dict[str, Tensor]:
+        """A block in normal form after `element`."""
         return self._view(move(self.folded, element, normal))
 
     def factor(self, site: str) -> Tensor | None:
@@ -87,11 +98,6 @@ class _Problem(Pair):
                 del self._factors[next(iter(self._factors))]
             self._factors[site] = metric_factor(self.metric, site, self.architecture.width + 1, torch.float64)
         return self._factors[site]
-
-    def start(self, index: int | None) -> float:
-        """Squared distance of a block before anything moves."""
-        a = self.a(index)
-        return sum(self.gaps(a, self.b(index, {}), a).values())
 
     def untouched(self, index: int | None) -> bool:
         """Whether nothing that is moved or folded reaches the block, so that its distance stays what it is."""
@@ -189,6 +195,31 @@ def _improve_neurons(
     return b, fell
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What cycles over all spaces gave.
+
+    Attributes
+    ----------
+    element, steps, notes
+        The element, the objective step by step, and notes of the last pass.
+    given
+        Squared distance of the models as they are given: before the start, too.
+    size
+        Squared norm of the reference; zero where the stream stays.
+    """
+
+    element: dict[str, Element]
+    steps: list[Step]
+    notes: list[str]
+    given: float
+    size: float
+
+    @property
+    def reached(self) -> float:
+        return self.steps[-1].objective
+
+
 def _run(
     problem: _Problem,
     element: dict[str, Element],
@@ -197,13 +228,13 @@ def _run(
     cycles: int,
     tolerance: float,
     progress: Progress | None,
-) -> tuple[dict[str, Element], list[Step], list[str]]:
-    """Cycle over all spaces from a start. Returns the element, the objective step by step, and notes of the last pass."""
+) -> _Run:
+    """Cycle over all spaces from a start."""
     element, spaces = dict(element), problem.spaces
     steps: list[Step] = []
     notes: list[str] = []
     moves_stream = "stream" in problem.groups
-    previous = math.inf
+    previous, given, size = math.inf, 0.0, 0.0
     for cycle in range(cycles):
         notes = []
         products = StreamProducts.zero(problem.architecture.width, problem.groups["stream"]) if moves_stream else None
@@ -217,7 +248,11 @@ def _run(
                 total += sum(squared_gap(problem.reference[name], problem.other[name]) for name in _block(problem.architecture, index))
                 continue
             a: Parameters = problem.a(index)
-            b: Parameters = problem.b(index, element)
+            normal = problem.given(index)
+            if moves_stream and cycle == 0:
+                given += sum(problem.gaps(a, normal, a).values())
+            b: Parameters = problem.moved(element, normal)
+            del normal
             gaps = problem.gaps(a, b, a)
             total += sum(gaps.values())
             size += sum(float(torch.linalg.vector_norm(x)) ** 2 for x in a.values()) if moves_stream else 0.0
@@ -247,7 +282,7 @@ def _run(
         if previous - started <= tolerance * started or started <= 1e-28 * size:
             break
         previous = started
-    return element, steps, notes
+    return _Run(element, steps, notes, given if moves_stream else steps[0].objective, size)
 
 
 def _stream_starts(problem: _Problem) -> Iterator[tuple[str, Element]]:
@@ -343,23 +378,24 @@ def match(
         )
     problem = _Problem(architecture, reference, other, spaces=spaces, layers=layers, metric=metric, pinned=pinned)
 
-    def run(first: dict[str, Element], passes: int) -> tuple[dict[str, Element], list[Step], list[str]]:
+    def run(first: dict[str, Element], passes: int) -> _Run:
         return _run(problem, first, solvers=solvers, cycles=passes, tolerance=tolerance, progress=progress)
 
-    element: dict[str, Element] = {}
     if "stream" not in problem.groups:
-        element, steps, notes = run(element, 1)
-        history = steps
+        best = run({}, 1)
+        history = best.steps
     else:
-        start = sum(problem.start(i) for i in problem.blocks)
-        tried = []
+        tried: list[tuple[str, _Run]] = []
         for name, g in _stream_starts(problem):
-            tried.append((name, *run({"stream": g}, 1)))
-            if tried[-1][2][-1].objective <= 1e-6 * start:
+            latest = run({"stream": g}, 1)
+            tried.append((name, latest))
+            # Models that are near each other as they are given start near, so the distance counts against two unrelated ones' as well.
+            if latest.reached <= _CLOSE * max(latest.given, 2 * latest.size):
                 break  # the models are equivalent, or nearly so: no other start can matter
-        name, element, steps, notes = min(tried, key=lambda t: t[2][-1].objective)
-        history = [Step("start", start), Step(f"first pass (stream started {name})", min(steps[-1].objective, start))]
+        name, best = min(tried, key=lambda t: t[1].reached)
+        start = best.given
+        history = [Step("start", start), Step(f"first pass (stream started {name})", min(best.reached, start))]
         if cycles > 1:
-            element, steps, notes = run(element, cycles - 1)
-            history += [Step(s.name, min(s.objective, history[-1].objective)) for s in steps[1:]]
-    return Match(problem.transform(element), tuple(history), (*problem.notes, *notes))
+            best = run(best.element, cycles - 1)
+            history += [Step(s.name, min(s.objective, history[-1].objective)) for s in best.steps[1:]]
+    return Match(problem.transform(best.element), tuple(history), (*problem.notes, *best.notes))

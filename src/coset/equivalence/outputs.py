@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coset.architecture import Architecture, Classifier, Experts, Tokens
+from coset.architecture import Architecture, Classifier, Experts, LearnedPositions, Tokens
 from coset.equivalence.sides import LARGE, Doubled, Rounded, Side
 from coset.errors import CosetError
 from coset.parameters import Parameters, check, count
@@ -85,6 +85,21 @@ class Probe:
         if not isinstance(self.architecture.inputs, Tokens):
             return self
         return Probe(self.architecture, self.inputs[:, :length], None if self.types is None else self.types[:, :length])
+
+    def reading(self, tensor: str, row: int) -> Probe:
+        """The same inputs, changed where they do not read a row of an input table so that they do."""
+        a = self.architecture
+        if tensor == "embed.tokens" and not bool((self.inputs == row).any()):
+            inputs = self.inputs.clone()
+            inputs[:, 0] = row  # from where the other positions see it, too
+            return Probe(a, inputs, self.types)
+        if tensor == "embed.positions" and isinstance(a.inputs, Tokens):
+            needed = row + 1 - (a.positions.offset if isinstance(a.positions, LearnedPositions) else 0)
+            times = -(-needed // self.inputs.shape[1])
+            if times > 1:
+                types = None if self.types is None else self.types.repeat(1, times)
+                return Probe(a, self.inputs.repeat(1, times), types).short(needed)
+        return self
 
     @property
     def stepwise(self) -> bool:

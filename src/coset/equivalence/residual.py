@@ -43,6 +43,8 @@ class Residual:
         Mean square in variances of the noise.
     noise
         Standard deviation of the noise relative to the tensor's root mean square.
+    row
+        For a tensor with a vocabulary or position axis, where on it the peak is.
     """
 
     tensor: str
@@ -52,6 +54,7 @@ class Residual:
     spread: float
     noise: float
     entries: int
+    row: int | None = None
 
     @property
     def significant(self) -> bool:
@@ -173,7 +176,7 @@ def _block_residuals(
     whole = normal if large is None else [pair.fold(block) for block in raw]
     for name in [name for name, spec in specs.items() if spec.layer == index]:
         axis = specs[name].axis("vocabulary")
-        tested = _Tested()
+        tested = _Tested(specs[name].axis("position") if axis is None else axis)
         if large is None or axis is None:
             for own, gap, variance, side in zip(reversed(normal), gaps, variances, reversed(sides), strict=True):
                 tested.add(gap[name], variance[name], own[name], side.unit(name), moved=side is pair.b)
@@ -187,20 +190,29 @@ def _block_residuals(
 
 @dataclass
 class _Tested:
-    """What is accumulated over the pieces of a tensor, in both bases."""
+    """What is accumulated over the pieces of a tensor, in both bases; `axis` is the one along which the peak is located."""
 
+    axis: int | None
     peak: float = 0.0
+    row: int | None = None
     total: tuple[float, float] = (0.0, 0.0)
     noise: tuple[float, float] = (0.0, 0.0)
     square: float = 0.0
     entries: int = 0
 
-    def add(self, gap: Tensor, variance: Tensor, own: Tensor, unit: float, *, moved: bool) -> None:
-        """One piece: its residual, the variance model, and the model in whose basis it is, with its unit of rounding; `moved` is B's."""
+    def add(self, gap: Tensor, variance: Tensor, own: Tensor, unit: float, *, moved: bool, start: int = 0) -> None:
+        """One piece, from row `start` on: its residual, the variance model, and the model in whose basis it is, with its unit of rounding.
+
+        `moved` is B's.
+        """
         variance = torch.addcmul(variance, own, own, value=unit**2 / 3)
         square = gap.square()
         z = square / variance.clamp_min(torch.finfo(variance.dtype).tiny)
-        self.peak = max(self.peak, float(z.max()) ** 0.5)
+        peak = float(z.max()) ** 0.5
+        if peak > self.peak:
+            self.peak = peak
+            if self.axis is not None:
+                self.row = start + int(z.movedim(self.axis, 0).reshape(z.shape[self.axis], -1).amax(1).argmax())
         at = 0 if moved else 1
         self.total = tuple(t + float(z.sum()) * (k == at) for k, t in enumerate(self.total))  # type: ignore[assignment]
         self.noise = tuple(t + float(variance.sum()) * (k == at) for k, t in enumerate(self.noise))  # type: ignore[assignment]
@@ -212,7 +224,7 @@ class _Tested:
         """The residual of the whole tensor, of Frobenius norm `size`."""
         spread = max(self.total) / self.entries
         relative, noise = (math.sqrt(x) / size if size else 0.0 for x in (self.square, max(self.noise)))
-        return Residual(name, layer, relative, self.peak, spread, noise, self.entries)
+        return Residual(name, layer, relative, self.peak, spread, noise, self.entries, self.row)
 
 
 def _test_rows(
@@ -238,7 +250,7 @@ def _test_rows(
                 other = 1 - axis
                 rows = own.square().sum(other, keepdim=True) / some.square().sum(other).mean().clamp_min(torch.finfo(own.dtype).tiny)
                 columns = columns * rows + _SPREAD_OUT * columns.mean()
-            tested.add(gap, columns.expand_as(gap), own, side.unit(name), moved=side is pair.b)
+            tested.add(gap, columns.expand_as(gap), own, side.unit(name), moved=side is pair.b, start=start)
 
 
 def _large(architecture: Architecture) -> Tensor | None:

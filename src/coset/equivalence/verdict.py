@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from coset.equivalence.outputs import EXACT, OUTPUT_FACTOR, Outputs, Probe, dist
 from coset.equivalence.residual import PEAK, SPREAD, Pair, Residual
 from coset.equivalence.search import Found, Search, condition
 from coset.equivalence.sides import Doubled, Lazy, Side, same_bits
-from coset.normal_form import read_gauge
+from coset.normal_form import fold, read_gauge
 from coset.parameters import Parameters, check, tensors
 from coset.transform import Transform, move
 
@@ -27,6 +27,7 @@ Verdict = Literal["identical", "equivalent", "equivalent up to rounding", "diffe
 _VISIBLE = 0.02
 _STRETCHED = 1e-5
 _FEW = 2
+_NEAR = 128
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,9 @@ def compare_sides(
             return settled("undecided", found)
         return settled("different", found, None if found is None else _first_difference(found))
     # The outputs agree, so an element that is not exact was not searched for well enough, or does not exist. One pass settles most cases.
-    found = None
+    near = probe.short(_NEAR)
+    found, kind = None, None
+    read, seen = near, out
     attempts: tuple[Callable[[], Found | None], ...] = (
         lambda: search.as_they_are,
         lambda: search.matched(1),
@@ -234,17 +237,26 @@ def compare_sides(
         latest = attempt()
         if latest is None:
             continue
-        found = latest
+        found, kind = latest, None
         if found.exact:
             return settled(agree, found)
-        # All but one block is explained: if the rest is a visible change and nothing is degenerate, no better element is there to be found.
-        if found.local and not reasons and _hidden(probe, found, out) == "small" and not _spots(architecture, a, b, found.pair):
+        # A row of an input table that the inputs do not read shows nothing in the outputs, however much it differs.
+        read = _reading(near, found)
+        seen = out if read is near else measure(read, a, b, seed)
+        if seen.significant:
+            out = seen
             return settled("different", found, _first_difference(found))
+        # All but one block is explained: if the rest is a visible change, and the block has no freedom of its own, no better element is there
+        # to be found.
+        if found.local and not reasons:
+            kind = _hidden(read, found, seen)
+            if kind == "small" and not _free(found, a, b):
+                return settled("different", found, _first_difference(found))
     if found is None:
         reasons += _spots(architecture, a, b, None)
         return settled("undecided", None)
     reasons += _spots(architecture, a, b, found.pair)
-    kind = _hidden(probe, found, out)
+    kind = _hidden(read, found, seen) if kind is None else kind
     if kind == "small" and not reasons:
         return settled("different", found, _first_difference(search.from_the_ends or found))
     reasons.append(_WHY[kind])
@@ -258,16 +270,39 @@ _WHY = {
 }
 
 
+def _spacing(*sides: Side) -> float:
+    """Relative spacing of the coarsest numbers stored."""
+    return max(torch.finfo(d).eps for side in sides for d in side.dtypes.values())
+
+
 def _spots(architecture: Architecture, a: Side, b: Side, pair: Pair | None) -> list[str]:
-    eps = max(torch.finfo(d).eps for side in (a, b) for d in side.dtypes.values())
+    eps = _spacing(a, b)
     if pair is None:
         return list(degeneracies(architecture, Doubled(b.parameters), eps))
     found = list(degeneracies(pair.folded, pair.lazy(b.parameters), eps))
-    for side in (a, b):
-        for name, value in read_gauge(architecture, side.parameters, pair.names).items():
-            if name.endswith("norm.gain") and bool((value == 0).any()):
-                found.append(f"{name} is zero on {int((value == 0).sum())} lanes: what is read there is invisible")
-    return found
+    return found + [text for side in (a, b) for text in _zeros(read_gauge(architecture, side.parameters, pair.names))]
+
+
+def _zeros(gauge: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, value in gauge.items():
+        if name.endswith("norm.gain") and bool((value == 0).any()):
+            yield f"{name} is zero on {int((value == 0).sum())} lanes: what is read there is invisible"
+
+
+def _free(found: Found, a: Side, b: Side) -> bool:
+    """Whether the one layer in which a local difference lies is degenerate, or it and the ends of the model leave the stream free.
+
+    Degenerate spots of other layers cannot hide it: what they leave free acts inside those layers.
+    """
+    pair = found.pair
+    index = next(r.layer for r in found.residuals if r.significant)
+    if index is None:
+        return bool(_spots(pair.architecture, a, b, pair))
+    if any(any(_zeros(fold(pair.architecture, pair.raw(side.parameters, index), pair.names)[2])) for side in (a, b)):
+        return True
+    alone = dataclasses.replace(pair.folded, layers=(pair.folded.layers[index],))
+    own = {f"layers.0.{name.split('.', 2)[2]}": x for name, x in pair.normal(b.parameters, index).items()}
+    return any(degeneracies(alone, pair.normal(b.parameters, None) | own, _spacing(a, b)))
 
 
 def _limits(found: list[Residual]) -> dict[str, float]:
@@ -288,8 +323,16 @@ def _first_difference(found: Found) -> tuple[int | None, str] | None:
     return worst.layer, worst.tensor
 
 
-def _hidden(probe: Probe, found: Found, out: Outputs) -> Literal["small", "invisible", "large"]:
-    """What a significant residual means that the outputs do not show.
+def _reading(probe: Probe, found: Found) -> Probe:
+    """The inputs, changed so that they read the row of an input table in which the models clearly differ, if there is one."""
+    for r in found.residuals:
+        if r.significant and r.row is not None:
+            probe = probe.reading(r.tensor, r.row)
+    return probe
+
+
+def _hidden(near: Probe, found: Found, out: Outputs) -> Literal["small", "invisible", "large"]:
+    """What a significant residual means that the outputs, which are `out` on the inputs `near`, do not show.
 
     The moved model has the function of A exactly, so going from B a multiple s of the residual must change the outputs s times as much as
     they differ now, if the residual is small and visible. It is ``invisible`` if it changes them far less than a random change of the
@@ -300,12 +343,13 @@ def _hidden(probe: Probe, found: Found, out: Outputs) -> Literal["small", "invis
     changed = {r.tensor for r in found.residuals if r.significant}
     size = max(r.relative for r in found.residuals if r.tensor in changed)
     stretch = max(1.0, _STRETCHED / max(size, 1e-15))
-    near = probe.short(128)
     base = near(pair.lazy(pair.b.parameters), pair.folded)
 
     def moved(random: bool) -> Tensor:
         def make(index: int | None) -> dict[str, Tensor]:
             b = pair.normal(pair.b.parameters, index)
+            if changed.isdisjoint(b):
+                return b
             a = move(pair.folded, element, pair.normal(pair.a.parameters, index))
             for number, name in enumerate(b):
                 if name in changed:
