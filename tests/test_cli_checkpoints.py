@@ -364,10 +364,19 @@ def test_unknown_spaces_and_flags(capsys, tmp_path, llama):
     data = tmp_path / "data.safetensors"
     save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, data)
     barrier = ("barrier", llama, llama, "--data", data)
-    assert "at least 2 points" in _refused(capsys, tmp_path, *barrier, "--points", 1)
+    assert "--points: expected an integer from 2 to 100000, got 1" in _refused(capsys, tmp_path, *barrier, "--points", 1)
+    for flag in ("--points", "--length", "--samples", "--batch"):
+        for value in (0, -1, 10**12):
+            message = _refused(capsys, tmp_path, *barrier, flag, value)
+            assert message.startswith(f"coset: error: {flag}: expected an integer from")
+    assert "--weight: expected a finite number, got nan" in _refused(
+        capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", "nan"
+    )
+    assert "--weight: expected a number from 0" in _refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
+    assert "--spaces: hats; choose from" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "hats")
     assert "unknown kind of figure" in _refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "f.bmp")
     assert "does not exist" in _refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "no/f.png")
-    assert "not available" in _refused(capsys, tmp_path, *barrier, "--device", "magic")
+    assert "--device: 'magic' is not available" in _refused(capsys, tmp_path, *barrier, "--device", "magic")
     assert "no such data file" in _refused(capsys, tmp_path, "barrier", llama, llama, "--data", tmp_path / "none.txt")
     save_file({"input_ids": torch.full((2, 9), VOCABULARY)}, data)
     assert "token ids must lie in 0..96" in _refused(capsys, tmp_path, *barrier)

@@ -9,8 +9,9 @@ import transformers
 from safetensors.torch import save_file
 
 from checkpoint_zoo import saved
-from coset.alignment import Learning, Matching, learned
+from coset.alignment import Learning, Matching, Solvers, learned
 from coset.alignment.matchers import MATCHERS, SOURCES
+from coset.alignment.sources import sample_text
 from coset.checkpoint import load
 from coset.checkpoint.operations import align, merge
 from coset.cli.app import run
@@ -192,7 +193,21 @@ def test_images(capsys, tmp_path):
     assert _changes(path, tmp_path / "out") < 1e-3
     save_file({"inputs": torch.randn(7, 142, 48)}, data)
     message = _refused(capsys, tmp_path, "align", path, other, "-o", tmp_path / "no", "--matcher", "activations", "--data", data)
-    assert "expected floating-point patches [n, 143, 48], got torch.float32 of shape [7, 142, 48]" in message
+    assert "inputs must be floating-point patches [n, patches=143, features=48], got torch.float32 of shape [7, 142, 48]" in message
+
+
+def test_sizes_without_a_context(capsys, tmp_path):
+    """RoPE allows any length: memory decides, before anything is read or made."""
+    path = _saved(tmp_path, "llama")
+    for verb, flags in (
+        ("align", ("--matcher", "self", "--match-samples", 10**12)),
+        ("align", ("--matcher", "probes", "--match-length", 10**12)),
+        ("align", ("--matcher", "learned", "--steps", 1, "--match-length", 10**11)),
+        ("merge", ("--refit", "--match-samples", 10**12)),
+    ):
+        message = _refused(capsys, tmp_path, verb, path, path, "-o", tmp_path / "out", *flags)
+        assert "and this machine has" in message
+        assert "ask for fewer inputs, or shorter ones" in message
 
 
 # --- learned ----------------------------------------------------------------------------------------------------------
@@ -294,6 +309,32 @@ def test_refit(capsys, tmp_path, ids, family):
     assert _gap(kept, mean) < 1e-6
 
 
+def test_a_refit_reads_text_of_every_model(tmp_path, monkeypatch):
+    models = [_saved(tmp_path, "llama", seed) for seed in range(3)]
+    asked = []
+    monkeypatch.setattr(
+        "coset.alignment.matchers.sample_text",
+        lambda architecture, ends, samples, **options: asked.append((ends, samples)) or sample_text(architecture, ends, samples, **options),
+    )
+    how = Matching(samples=12, length=7)
+    written = merge(models[0], models[1:], tmp_path / "out", how=how, spaces=("heads", "neurons"), refit=True)
+    [(ends, samples)] = asked
+    assert samples == 12
+    assert written.matching["refit_samples"] == "11"  # one is held out
+    # Aligned, every end is the function of its own model.
+    for end, path in zip(ends, models, strict=True):
+        own = load(path)
+        outputs = [forward(own.architecture, p, _ids(3, 9)) for p in (end, own.parameters(torch.float32))]
+        assert _gap(*outputs) < 1e-4
+
+
+def test_several_models_are_matched_with_the_solvers_that_were_asked_for(tmp_path):
+    models = [_saved(tmp_path, "llama", seed) for seed in range(3)]
+    for name, how in (("default", Matching(cycles=1)), ("asked", Matching(cycles=1, solvers=Solvers(linear="orthogonal")))):
+        merge(models[0], models[1:], tmp_path / name, how=how, spaces=("heads", "qk", "vo"))
+    assert _changes(tmp_path / "default", tmp_path / "asked") > 1e-3
+
+
 def test_a_refit_of_copies_changes_nothing(capsys, tmp_path, ids):
     path, other = _saved(tmp_path, "llama"), tmp_path / "other"
     _json(capsys, "scramble", path, "-o", other)
@@ -338,17 +379,53 @@ def test_data_that_do_not_fit(capsys, tmp_path):
     assert "no such data file" in _refused(capsys, tmp_path, *words, "--data", data)
     for tensors, message in (
         ({"input_ids": _ids(5, 31)}, "sequences of 31 tokens are longer than the model's context of 30"),
-        ({"input_ids": _ids(5, 9) + 1}, "expected token ids from 0 to 36"),
-        ({"input_ids": _ids(5, 9)[0]}, "expected token ids [n, length], got torch.int64 of shape [9]"),
-        ({"inputs": torch.ones(5, 9)}, "expected token ids [n, length], got torch.float32 of shape [5, 9]"),
-        ({"input_ids": _ids(5, 9)[:0]}, "expected at least one input"),
+        ({"input_ids": _ids(5, 9) + 1}, "token ids must lie in 0..36, got"),
+        ({"input_ids": _ids(5, 9)[0]}, "inputs must be int64 token ids [n, length], got torch.int64 of shape [9]"),
+        ({"inputs": torch.ones(5, 9)}, "inputs must be int64 token ids [n, length], got torch.float32 of shape [5, 9]"),
+        ({"input_ids": _ids(5, 9)[:0]}, "inputs are empty, shape [0, 9]; expected at least one"),
         ({"input_ids": _ids(5, 9) > 3}, "must be integers or floating point, got torch.bool"),
         ({"tokens": _ids(5, 9)}, "expected tensors input_ids"),
+        # Targets that this matcher does not read.
+        ({"inputs": _ids(5, 9), "targets": _ids(4, 9)}, "targets must be int64 of shape [5, 9], got torch.int64 of shape [4, 9]"),
+        ({"inputs": _ids(5, 9), "targets": torch.ones(5, 9)}, "targets must be int64 of shape [5, 9], got torch.float32"),
+        ({"inputs": _ids(5, 9), "targets": _ids(5, 9) + 1}, "targets must lie in 0..36, got"),
+        ({"inputs": _ids(5, 9), "targets": torch.full((5, 9), -100)}, "every target is -100"),
     ):
         save_file(tensors, data)
         assert message in _refused(capsys, tmp_path, *words, "--data", data)
+    # What would be cut off is looked at, too.
+    save_file({"inputs": _ids(5, 9), "targets": _ids(6, 9)}, data)
+    assert "targets must be int64 of shape [5, 9]" in _refused(capsys, tmp_path, *words, "--data", data, "--match-samples", 3)
     save_file({"input_ids": _ids(1, 9)}, data)
     assert "at least two inputs" in _refused(capsys, tmp_path, *words[:-1], "learned", "--data", data)
+
+
+def test_targets_that_nobody_reads(capsys, tmp_path):
+    vit, headless, data = saved(tmp_path, "vit"), saved(tmp_path, "bert", "base"), tmp_path / "data.safetensors"
+    images = torch.randn(7, 143, 48, generator=torch.Generator().manual_seed(0))
+    ids = torch.ones(7, 5, dtype=torch.int64)
+    for path, inputs, targets, message in (
+        (vit, images, torch.tensor([0, 1, 2, 3, 4, -100, 0], dtype=torch.int32), None),
+        (vit, images, torch.tensor([0, 1, 2, 3, 5, 0, 0]), "targets must lie in 0..4, got 0..5"),
+        (vit, images, torch.zeros(7, 1), "targets must be int64 of shape [7], got torch.float32 of shape [7, 1]"),
+        # Without a head nothing is predicted, so anything goes that belongs to the inputs.
+        (headless, ids, torch.randn(7), None),
+        (headless, ids, torch.randn(6), "targets must be as many as the 7 inputs, got shape [6]"),
+    ):
+        save_file({"inputs": inputs, "targets": targets}, data)
+        words = ("align", path, path, "-o", tmp_path / "out", "--matcher", "activations", "--data", data, "--overwrite")
+        if message is None:
+            _json(capsys, *words)
+        else:
+            assert f"{data}: {message}" in _refused(capsys, tmp_path, *words)
+
+
+def test_a_barrier_looks_at_its_data_before_it_matches(capsys, tmp_path, monkeypatch):
+    path, data = saved(tmp_path, "bert", "base"), tmp_path / "data.safetensors"
+    save_file({"input_ids": torch.ones(7, 5, dtype=torch.int64)}, data)
+    monkeypatch.setattr("coset.checkpoint.curves.find", None)
+    message = _refused(capsys, tmp_path, "barrier", path, path, "--data", data, "--matcher", "weights")
+    assert f"{data}: a model without a head has no loss" in message
 
 
 def test_texts(capsys, tmp_path):
@@ -364,7 +441,9 @@ def test_texts(capsys, tmp_path):
     found = _json(capsys, *words)
     assert (found["matching"]["samples"], found["matching"]["length"]) == ("6", "30")
     other = (*words[:4], tmp_path / "other", *words[5:])
-    assert "length" in _refused(capsys, tmp_path, *other, "--match-length", 31)
+    assert "windows of 31 tokens: they hold at least 2, and the model's context is 30" in _refused(
+        capsys, tmp_path, *other, "--match-length", 31
+    )
     text.write_text("w1 w2 w3")
     assert "3 tokens are too few for one window of 30" in _refused(capsys, tmp_path, *other)
 
@@ -376,14 +455,23 @@ def test_texts(capsys, tmp_path):
         (("--data", "DATA"), "matcher weights reads no data"),
         (("--matcher", "learned", "--source", "self", "--data", "DATA"), "matcher learned with source self reads no data"),
         (("--matcher", "learned", "--source", "activations"), "there are none"),
-        (("--matcher", "learned", "--steps", 0), "steps must be at least 1, got 0"),
+        (("--matcher", "learned", "--steps", 0), "--steps: expected an integer from 1"),
         (("--matcher", "self", "--steps", 5), "--steps: it has no meaning with --matcher self"),
         (("--state", "s"), "--state: it has no meaning with --matcher weights"),
         (("--task", "--matcher", "search"), "--task: it has no meaning"),
         (("--source", "self", "--matcher", "probes"), "--source: it has no meaning"),
         (("--match-samples", 4), "--match-samples: it has no meaning with --matcher weights"),
-        (("--matcher", "self", "--match-samples", 0), "samples: must be at least 1, got 0"),
-        (("--matcher", "probes", "--match-length", 31), "sequence of 31 tokens is longer than the position table, which has 30"),
+        (("--matcher", "self", "--match-samples", 0), "--match-samples: expected an integer from 1"),
+        (("--matcher", "self", "--match-length", -3), "--match-length: expected an integer from 1"),
+        (
+            ("--matcher", "self", "--match-samples", 10**12),
+            "1,000,000,000,000 inputs of 30 tokens need at least 720,000.0 GB while they are made",
+        ),
+        (("--matcher", "probes", "--match-length", 10**12), "inputs of 1,000,000,000,000 tokens are longer than the model's context of 30"),
+        (("--matcher", "self", "--match-samples", 2**63), "--match-samples: expected an integer from 1 to 9223372036854775807"),
+        (("--spaces", "hats"), "--spaces: hats; choose from heads"),
+        (("--matcher", "learned", "--task"), "--task: the task's loss is measured on your data"),
+        (("--matcher", "probes", "--match-length", 31), "inputs of 31 tokens are longer than the model's context of 30"),
         (("--matcher", "learned", "--state", "no/s"), "does not exist"),
         (("--matcher", "learned", "--state", "."), "a folder"),
         (("--matcher", "learned", "--spaces", "neurons", *MADE), "no continuous freedom"),
@@ -401,10 +489,10 @@ def test_merges_and_barriers_that_make_no_sense(capsys, tmp_path, ids):
     path = _saved(tmp_path, "gpt2")
     state = tmp_path / "s.safetensors"
     merges = ("merge", path, path, "-o", tmp_path / "out")
-    assert "leave out the weight" in _refused(capsys, tmp_path, *merges, "--refit", "--weight", 0.5)
+    assert "error: --refit: it aims" in _refused(capsys, tmp_path, *merges, "--refit", "--weight", 0.5)
     assert "and align" in _refused(capsys, tmp_path, *merges, "--refit", "--no-align")
     assert "--matcher, --seed: it says how to align" in _refused(capsys, tmp_path, *merges, "--no-align", "--matcher", "self", "--seed", 1)
-    assert "serve alignment" in _refused(capsys, tmp_path, *merges, "--no-align", "--data", ids)
+    assert "--data: it says how to align" in _refused(capsys, tmp_path, *merges, "--no-align", "--data", ids)
     several = ("merge", path, path, path, "-o", tmp_path / "out", "--matcher", "learned", "--state", state)
     assert "one state serves one pair" in _refused(capsys, tmp_path, *several)
     inside = ("align", path, path, "-o", tmp_path / "out", "--matcher", "learned", "--state", path / "s")

@@ -377,6 +377,22 @@ def test_untie(tmp_path, family, case):
         align(out, tmp_path / "again", tmp_path / "twice", untied=True)
 
 
+def test_an_untied_alignment_returns_in_every_tensor(tmp_path):
+    """Tied, the stream of a LayerNorm model may change its sign; untied, that is a turn with the opposite of 1, which the head's bias-free
+    columns see where the final norm has a bias."""
+    path, signs = saved(tmp_path, "gpt2"), set()
+    original = load(path).parameters()
+    original["head"] = original["embed.tokens"].mT
+    assert original["final_norm.bias"].abs().max() > 0.1
+    for seed in range(4):
+        other, out = tmp_path / f"other{seed}", tmp_path / f"out{seed}"
+        signs.add(float(scramble(path, other, seed=seed).transform.element["stream"].scale[0]))
+        align(path, other, out, untied=True)
+        found = load(out).parameters()
+        assert max(_gap(found[name], x) for name, x in original.items()) < 1e-5
+    assert signs == {1.0, -1.0}
+
+
 def test_a_tied_model_stays_tied(tmp_path):
     path = saved(tmp_path, "llama", "tied")
     scramble(path, tmp_path / "out")

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from coset.architecture import (
     MLP,
@@ -23,8 +24,11 @@ from coset.architecture import (
     Tokens,
     uniform,
 )
-from coset.groups import GeneralLinear, Monomial, Orthogonal, Wreath
+from coset.equivalence import compare
+from coset.groups import GeneralLinear, Mirrored, Monomial, Orthogonal, Wreath
 from coset.symmetries import Symmetry, head_group, headline, qk_group, stream_group, symmetry
+from coset.transform import act, random_transform
+from coset.transformer import forward, initialise
 
 SIZES = {"layers": 1, "width": 6, "heads": 2, "head_dim": 4, "mlp_width": 5, "vocab": 13}
 
@@ -209,3 +213,45 @@ def test_headlines_tell_encodings_apart() -> None:
     said = {pe: headline(uniform(pe=pe, **flags)) for pe in ("none", "sinusoidal", "learned", "rope", "alibi", "t5")}
     assert len(set(said.values())) == 6
     assert "d_h² = 100 to 10 dimensions" in said["rope"]
+
+
+# --- the sign of 1 ----------------------------------------------------------------------------------------------------
+
+
+def test_layer_norm_lets_the_ones_change_sign_together() -> None:
+    architecture = uniform(pe="none", layers=2, width=10, heads=2, mlp_width=7, vocab=13, norm="layer", bias="all")
+    p, x = initialise(architecture, seed=1, generic=True, dtype=torch.float64), torch.arange(12).reshape(2, 6)
+    group = stream_group(architecture)
+    assert isinstance(group, Mirrored)
+    g = group.random(torch.Generator().manual_seed(2))
+    one = torch.full((10,), 0.1**0.5, dtype=torch.float64)
+    opposite = g - 2 * torch.outer(one, one)
+    assert torch.allclose(one @ opposite, -one)
+    for element in (g, opposite):
+        assert group.belongs(element)
+        moved = act({"stream": element}, p, architecture)
+        torch.testing.assert_close(forward(architecture, moved, x), forward(architecture, p, x), rtol=1e-10, atol=1e-10)
+        # Procrustes finds either from what it did; a sign that the products do not see stays.
+        torch.testing.assert_close(group.best(element), element)
+        blind = element - torch.outer(one, one) * (one @ element @ one)
+        torch.testing.assert_close(group.best(blind), g)
+    turned = torch.eye(10, dtype=torch.float64).roll(1, 0) * torch.tensor([1.0] * 9 + [-1.0])
+    assert not group.belongs(turned)
+    # The unembedding has no bias: what it reads along 1 meets the norm's bias, so the two elements give different weights.
+    apart = [act({"stream": e}, p, architecture)["head"] for e in (g, opposite)]
+    assert float((apart[0] - apart[1]).norm()) > 0.1
+    # A fixed table pins the sign.
+    table = uniform(pe="sinusoidal", positions=3, layers=1, width=10, heads=2, norm="layer")
+    assert type(stream_group(table)) is Orthogonal
+
+
+def test_copies_that_differ_by_the_sign_of_the_ones_are_equivalent() -> None:
+    architecture = uniform(pe="none", layers=1, width=10, heads=2, mlp_width=7, vocab=13, norm="layer", bias="all")
+    p = initialise(architecture, seed=1, generic=True, dtype=torch.float64)
+    opposite = torch.eye(10, dtype=torch.float64) - 0.2
+    q = act({"stream": opposite}, p, architecture)
+    q = random_transform(architecture, q, seed=4)(q)
+    a, b = ({name: x.float() for name, x in model.items()} for model in (p, q))
+    assert compare(architecture, a, b).verdict == "equivalent"
+    b["head"][3, 4] += 0.01
+    assert compare(architecture, a, b).verdict == "different"

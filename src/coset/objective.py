@@ -40,60 +40,96 @@ def check_data(architecture: Architecture, inputs: Tensor, targets: Tensor | Non
     Raises
     ------
     CosetError
-        With expected and got, if shapes, dtypes or ranges disagree, if there is nothing to score, or if the architecture
-        has no head.
+        As :func:`check_inputs` and :func:`check_targets` do, and if the architecture has no head, or needs targets and there are none.
     """
     if isinstance(architecture.outputs, StreamOutput):
         raise CosetError(f"{owner}: a model without a head has no loss; expected a language model or a classifier")
-    _check_inputs(architecture, inputs, owner)
-    if isinstance(architecture.outputs, Classifier):
-        classes, shape = architecture.outputs.classes, tuple(inputs.shape[:1])
-        if targets is None:
-            raise CosetError(f"{owner}: a classifier needs targets, one class for each of {len(inputs)} inputs; got none")
-    else:
-        classes, shape = _vocabulary(architecture), tuple(inputs.shape)
-        if targets is None:
-            if not architecture.causal:
-                raise CosetError(
-                    f"{owner}: a bidirectional language model sees the next token, so it needs targets "
-                    f"(masked positions; {IGNORED} elsewhere); got none"
-                )
-            if inputs.shape[1] < 2:
-                raise CosetError(f"{owner}: next-token targets need sequences of at least 2 tokens, got {inputs.shape[1]}")
-            return
-    if targets.dtype != torch.int64 or tuple(targets.shape) != shape:
-        raise CosetError(f"{owner}: targets must be int64 of shape {list(shape)}, got {targets.dtype} of shape {list(targets.shape)}")
-    scored = targets[targets != IGNORED]
-    if scored.numel() == 0:
-        raise CosetError(f"{owner}: every target is {IGNORED}; there is nothing to score")
-    if int(scored.min()) < 0 or int(scored.max()) >= classes:
-        raise CosetError(f"{owner}: targets must lie in 0..{classes - 1}, got {int(scored.min())}..{int(scored.max())}")
+    check_inputs(architecture, inputs, owner)
+    if targets is not None:
+        check_targets(architecture, inputs, targets, owner)
+    elif isinstance(architecture.outputs, Classifier):
+        raise CosetError(f"{owner}: a classifier needs targets, one class for each of {len(inputs)} inputs; got none")
+    elif not architecture.causal:
+        raise CosetError(
+            f"{owner}: a bidirectional language model sees the next token, so it needs targets "
+            f"(masked positions; {IGNORED} elsewhere); got none"
+        )
+    elif inputs.shape[1] < 2:
+        raise CosetError(f"{owner}: next-token targets need sequences of at least 2 tokens, got {inputs.shape[1]}")
 
 
-def _vocabulary(architecture: Architecture) -> int:
-    assert isinstance(architecture.inputs, Tokens)
-    return architecture.inputs.vocabulary
+def check_inputs(architecture: Architecture, inputs: Tensor, owner: str = "data") -> None:
+    """Raise unless `inputs` are what `architecture` reads; it needs no head.
 
+    Parameters
+    ----------
+    inputs
+        Token ids [n, length] (int64), or patches [n, patches, features] (floating point).
+    owner
+        What the message begins with: the file, or the argument.
 
-def _check_inputs(architecture: Architecture, inputs: Tensor, owner: str) -> None:
-    if inputs.numel() == 0:
-        raise CosetError(f"{owner}: inputs are empty, shape {list(inputs.shape)}")
+    Raises
+    ------
+    CosetError
+        With expected and got, if there are no inputs, a shape, dtype or id does not fit, a sequence is longer than the architecture allows, or
+        patches are not finite.
+    """
+    got = f"got {inputs.dtype} of shape {list(inputs.shape)}"
     if isinstance(architecture.inputs, Patches):
         # A class token is made by the model, so it is no row of the input.
         rows, features = architecture.inputs.count - architecture.inputs.class_token, architecture.inputs.features
-        if inputs.dim() != 3 or tuple(inputs.shape[1:]) != (rows, features) or not inputs.is_floating_point():
-            raise CosetError(
-                f"{owner}: inputs must be floating point of shape [n, patches={rows}, features={features}], "
-                f"got {inputs.dtype} of shape {list(inputs.shape)}"
-            )
+        if inputs.ndim != 3 or tuple(inputs.shape[1:]) != (rows, features) or not inputs.is_floating_point():
+            raise CosetError(f"{owner}: inputs must be floating-point patches [n, patches={rows}, features={features}], {got}")
+    elif inputs.ndim != 2 or inputs.dtype != torch.int64:
+        raise CosetError(f"{owner}: inputs must be int64 token ids [n, length], {got}")
+    if inputs.numel() == 0:
+        raise CosetError(f"{owner}: inputs are empty, shape {list(inputs.shape)}; expected at least one")
+    if isinstance(architecture.inputs, Patches):
         if not bool(torch.isfinite(inputs).all()):
             raise CosetError(f"{owner}: inputs hold NaN or infinity")
         return
-    if inputs.dim() != 2 or inputs.dtype != torch.int64:
-        raise CosetError(f"{owner}: inputs must be int64 token ids of shape [n, length], got {inputs.dtype} of shape {list(inputs.shape)}")
-    vocabulary = _vocabulary(architecture)
-    if int(inputs.min()) < 0 or int(inputs.max()) >= vocabulary:
-        raise CosetError(f"{owner}: token ids must lie in 0..{vocabulary - 1}, got {int(inputs.min())}..{int(inputs.max())}")
+    if architecture.length is not None and inputs.shape[1] > architecture.length:
+        raise CosetError(
+            f"{owner}: sequences of {inputs.shape[1]} tokens are longer than the model's context of {architecture.length}; cut them"
+        )
+    _check_range(inputs, architecture.inputs.vocabulary, f"{owner}: token ids")
+
+
+def check_targets(architecture: Architecture, inputs: Tensor, targets: Tensor, owner: str = "data") -> None:
+    """Raise unless `targets` belong to `inputs` that have been checked, whether or not anything is going to read them.
+
+    Parameters
+    ----------
+    targets
+        Classifier: classes [n]. Language model: token ids [n, length]. int64; targets of -100 are left out. A model without a head predicts
+        nothing: its targets need only be as many as the inputs.
+
+    Raises
+    ------
+    CosetError
+        With expected and got, if shape, dtype or range disagree, or if every target is left out.
+    """
+    if isinstance(architecture.outputs, StreamOutput):
+        if targets.ndim == 0 or len(targets) != len(inputs):
+            raise CosetError(f"{owner}: targets must be as many as the {len(inputs)} inputs, got shape {list(targets.shape)}")
+        return
+    if isinstance(architecture.outputs, Classifier):
+        classes, shape = architecture.outputs.classes, list(inputs.shape[:1])
+    else:
+        assert isinstance(architecture.inputs, Tokens)
+        classes, shape = architecture.inputs.vocabulary, list(inputs.shape)
+    if targets.dtype != torch.int64 or list(targets.shape) != shape:
+        raise CosetError(f"{owner}: targets must be int64 of shape {shape}, got {targets.dtype} of shape {list(targets.shape)}")
+    scored = targets[targets != IGNORED]
+    if scored.numel() == 0:
+        raise CosetError(f"{owner}: every target is {IGNORED}; there is nothing to score")
+    _check_range(scored, classes, f"{owner}: targets")
+
+
+def _check_range(values: Tensor, count: int, what: str) -> None:
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= count:
+        raise CosetError(f"{what} must lie in 0..{count - 1}, got {low}..{high}")
 
 
 def predictions(architecture: Architecture, outputs: Tensor, inputs: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ from coset.architecture import (
 from coset.groups import (
     GeneralLinear,
     Group,
+    Mirrored,
     Monomial,
     Orthogonal,
     Permutation,
@@ -153,7 +154,7 @@ def stream_group(architecture: Architecture) -> Group | None:
         return None
     if not found and not architecture.tied:
         return GeneralLinear(d, rows)
-    return Orthogonal(d, rows)
+    return Orthogonal(d, rows) if rows is None or table else Mirrored(d, rows)
 
 
 # --- the account ----------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def forward(
     x = _embed(architecture, parameters, inputs, types, start)
     tap("embed.output", x)
     for i in range(len(architecture.layers)):
-        x = _layer(architecture, i, parameters, x, tap, cache)
+        x = run_layer(architecture, i, parameters, x, tap, cache)
         tap(f"layers.{i}.output", x)
     x = _norm(architecture.final_norm, "final_norm", parameters, x)
     return _head(architecture, parameters, x, tap)
@@ -347,8 +347,9 @@ def _embed_patches(patches: Patches, parameters: Parameters, inputs: Tensor) -> 
     return x
 
 
-def _layer(a: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap, cache: Cache | None) -> Tensor:
-    layer = a.layers[i]
+def run_layer(architecture: Architecture, i: int, parameters: Parameters, x: Tensor, tap: Tap, cache: Cache | None = None) -> Tensor:
+    """Layer i alone: the stream behind it from the stream before it, both [samples, positions, width]; `tap` and `cache` as for `forward`."""
+    a, layer = architecture, architecture.layers[i]
 
     def attention_norm(y: Tensor) -> Tensor:
         return _norm(layer.attention_norm, f"layers.{i}.attention_norm", parameters, y)

@@ -62,6 +62,31 @@ def test_choices_that_make_no_sense() -> None:
         align(ROPE, p, p, spaces=("experts",))
 
 
+def test_data_are_checked_whoever_reads_them() -> None:
+    p, ids = model(ROPE), torch.zeros(3, 5, dtype=torch.int64)
+    vocabulary = ROPE.inputs.vocabulary  # type: ignore[union-attr]
+    for how in (Matching(), Matching("activations")):
+        for inputs, targets, message in (
+            (ids[0], None, r"inputs must be int64 token ids \[n, length\], got torch.int64 of shape \[5\]"),
+            (ids[:0], None, r"inputs are empty, shape \[0, 5\]"),
+            (ids + vocabulary, None, rf"token ids must lie in 0..{vocabulary - 1}, got {vocabulary}..{vocabulary}"),
+            (ids, ids[:2], r"targets must be int64 of shape \[3, 5\], got torch.int64 of shape \[2, 5\]"),
+            (ids, ids - 1, rf"targets must lie in 0..{vocabulary - 1}, got -1..-1"),
+        ):
+            with pytest.raises(CosetError, match=message):
+                align(ROPE, p, p, how, inputs=inputs, targets=targets)
+
+
+def test_inputs_that_no_machine_holds() -> None:
+    p = model(ROPE)
+    with pytest.raises(
+        CosetError, match=r"1,000,000,000,000 inputs of 5 tokens need at least 120,000.0 GB while they are made, and this machine"
+    ):
+        align(ROPE, p, p, Matching("probes", samples=10**12, length=5))
+    with pytest.raises(CosetError, match=r"1 inputs of 100,000,000,000 tokens need at least 2,400.0 GB"):
+        align(ROPE, p, p, Matching("self", samples=1, length=10**11))
+
+
 def test_shifts_of_a_model_without_any() -> None:
     bare = flags("rope", "rms", "none", 3, None, "gelu", True, layers=1)
     with pytest.raises(CosetError, match="nothing to move in shifts"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from architecture_zoo import difference, distance, flags, function, model, special
-from coset.alignment import Match, align_many, match
+from coset.alignment import Match, Solvers, align_many, match
 from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.transform import random_transform
@@ -146,6 +146,17 @@ def test_another_matcher_goes_through_the_reference() -> None:
     assert found.history == ()
     assert same(found.aligned(models)[2], match(architecture, models[0], models[2], spaces=("heads", "qk", "vo")).transform(models[2]))
     assert distance(found.between(2, 3).then(found.between(3, 1)).then(found.between(1, 2))(models[2]), models[2]) < 1e-9
+
+
+def test_solvers_are_those_that_were_asked_for() -> None:
+    architecture = ARCHITECTURES["rope, grouped"]
+    _, models = scrambled(architecture, 0.05)
+    asked = {"solvers": Solvers(linear="orthogonal"), "spaces": ("heads", "qk", "vo")}
+    found = align_many(architecture, models, rounds=0, **asked)  # type: ignore[arg-type]
+    for i in (1, 2, 3):
+        own = match(architecture, models[0], models[i], **asked).transform(models[i])  # type: ignore[arg-type]
+        assert same(found.aligned(models)[i], own)
+        assert not same(match(architecture, models[0], models[i], spaces=("heads", "qk", "vo")).transform(models[i]), own)
 
 
 def test_two_models_and_models_that_are_equal() -> None:

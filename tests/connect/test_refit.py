@@ -10,7 +10,7 @@ from torch import Tensor
 
 from architecture_zoo import LENGTH, difference, distance, flags, function, model, special
 from coset.architecture import Architecture, Patches, Tokens, uniform
-from coset.connect import interpolate, refit, score
+from coset.connect import interpolate, refit, refitting, score
 from coset.errors import CosetError
 from coset.parameters import tensors
 from coset.study.data import digits
@@ -139,6 +139,16 @@ def test_batches_and_the_order_of_samples_do_not_matter() -> None:
     assert distance(refit(architecture, merged, ends, samples(architecture, 23, seed=6)).parameters, whole) > 1e-3
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_activations_that_are_too_many_to_hold_are_made_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture = ARCHITECTURES[name]
+    ends = [model(architecture, seed=s) for s in (1, 2)]
+    merged, x = interpolate(*ends, 0.5), samples(architecture, 23)
+    held = refit(architecture, merged, ends, x, batch=7).parameters
+    monkeypatch.setattr(refitting, "_HELD", 0)
+    assert distance(refit(architecture, merged, ends, x, batch=7).parameters, held) < 1e-9
+
+
 def test_a_strong_ridge_holds_on_to_the_merged_model() -> None:
     architecture = ARCHITECTURES["rope, swiglu, grouped"]
     ends = [model(architecture, seed=s) for s in (1, 2)]
@@ -209,8 +219,11 @@ def test_bad_input() -> None:
     patches = SPECIAL["patches, class token"]
     broken = samples(patches)
     broken[3, 1, 2] = torch.inf
-    with pytest.raises(CosetError, match=r"activations at layers.0.attention.input hold NaN"):
+    with pytest.raises(CosetError, match="refit: inputs hold NaN or infinity"):
         refit(patches, model(patches), [model(patches)], broken)
+    huge = p | {"layers.0.attention.v": p["layers.0.attention.v"] * 1e308}
+    with pytest.raises(CosetError, match=r"activations at layers.0.attention.heads hold NaN"):
+        refit(architecture, huge, [p], x)
 
 
 def test_a_site_without_signal_is_left_as_it_is() -> None:

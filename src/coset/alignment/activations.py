@@ -26,9 +26,9 @@ from coset.alignment.neurons import solve_scales
 from coset.alignment.pair import Match, Pair, Progress, Step
 from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture, Experts
-from coset.errors import CosetError
 from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Wreath, WreathElement, assignment
 from coset.normal_form import fold
+from coset.objective import check_inputs
 from coset.parameters import Parameters, tensors
 from coset.transform import SPACES, move
 
@@ -67,12 +67,6 @@ class Products:
     @staticmethod
     def _add(into: dict[str, Moments], site: str, x: Tensor, y: Tensor) -> None:
         into.setdefault(site, Moments.zero(2 * x.shape[-1])).add(torch.cat([x, y], -1))
-
-
-def check_inputs(architecture: Architecture, inputs: Tensor) -> None:
-    """Raise unless there is something to run both models on; shapes and ids are checked by the forward pass."""
-    if not len(inputs):
-        raise CosetError("activations: expected at least one input to compare the models on, got none")
 
 
 def _solve_stream(pair: Pair, products: Products) -> tuple[Element, list[Step]]:

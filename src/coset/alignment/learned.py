@@ -2,13 +2,13 @@ r"""Learned alignment: the group element of lowest loss between the models, foun
 
     minimise  Σ_t L( (1 - t) g_A·A + t g_B·B )   over elements g_A, g_B of the continuous part of the group,
 
-where t runs over a few places of the segment, and L is the task's loss, or without labels the cross-entropy to the mean of the two models' probabilities. Orders of heads and neurons stay
-as a closed-form matching left them. Every step takes the gradient at the identity, in the Lie algebra, and multiplies exp(step) onto the
-element, so both ends stay *exactly* what they were as functions. The stream, which is compact, moves by orthogonalised momentum; what is not
-compact by Adam.
+where t runs over a few places of the segment, and L is the task's loss, or without labels the cross-entropy to the mean of the two models'
+probabilities. Orders of heads and neurons stay as a closed-form matching left them. Every step takes the gradient at the identity, in the Lie
+algebra, and multiplies exp(step) onto the element, so both ends stay *exactly* what they were as functions. The stream, which is compact, moves
+by orthogonalised momentum; what is not compact by Adam.
 
-The result is one element: (1 - t) g_A·A + t g_B·B and (1 - t) A + t g_B g_A^{-1}·B are the same function, because the group acts linearly on the normal
-form. So the reference is never rewritten.
+The result is one element: (1 - t) g_A·A + t g_B·B and (1 - t) A + t g_B g_A^{-1}·B are the same function, because the group acts linearly on the
+normal form. So the reference is never rewritten.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coset.alignment.matching import match
+from coset.alignment.heads import Solvers
+from coset.alignment.matching import DEFAULT_SOLVERS, match
 from coset.alignment.pair import Match, Progress, Step
 from coset.architecture import Architecture
 from coset.errors import CosetError
@@ -127,6 +128,7 @@ def align_many(
     *,
     matcher: Matcher | None = None,
     spaces: tuple[str, ...] = SPACES,
+    solvers: Solvers = DEFAULT_SOLVERS,
     cycles: int = 100,
     rounds: int = 3,
     tolerance: float = 1e-6,
@@ -153,8 +155,8 @@ def align_many(
         At least two; the first is the reference, and is left alone.
     matcher
         How a model is matched to another; every model is then matched to the reference, and there are no rounds, which need a distance
-        of weights. Default: :func:`coset.alignment.match` with `spaces`, `cycles`, `tolerance` and `pinned`.
-    spaces, cycles, pinned
+        of weights. Default: :func:`coset.alignment.match` with the arguments that follow.
+    spaces, solvers, cycles, pinned
         For the default matcher; see there.
     rounds
         Largest number of rounds; each costs a match of every model, and the first few bring nearly all of the gain.
@@ -179,7 +181,7 @@ def align_many(
         check(architecture, model, "reference" if i == 0 else f"model {i}")
 
     def weights(reference: Parameters, other: Parameters) -> Match:
-        return match(architecture, reference, other, spaces=spaces, cycles=cycles, tolerance=tolerance, pinned=pinned)
+        return match(architecture, reference, other, spaces=spaces, solvers=solvers, cycles=cycles, tolerance=tolerance, pinned=pinned)
 
     def matched(what: str, targets: Mapping[int, Parameters], others: Sequence[Parameters]) -> dict[int, Match]:
         out = {}

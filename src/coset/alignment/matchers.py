@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,9 +26,10 @@ from coset.alignment.learned import DEFAULT_LEARNING, Learning, learn
 from coset.alignment.matching import DEFAULT_SOLVERS, match
 from coset.alignment.pair import Alignment, Match, Progress
 from coset.alignment.search import search_heads
-from coset.alignment.sources import default_samples, probe_inputs, sample_text
+from coset.alignment.sources import check_size, default_samples, probe_inputs, sample_text
 from coset.architecture import Architecture, LanguageModel, Patches
 from coset.errors import CosetError
+from coset.objective import check_inputs, check_targets
 from coset.parameters import Parameters, check, tensors
 from coset.transform import SPACES
 
@@ -120,16 +121,27 @@ DEFAULT_MATCHING = Matching()
 
 
 def made_sizes(architecture: Architecture, how: Matching) -> tuple[int, int]:
-    """How many inputs ``probes`` and ``self`` make, and how long they are."""
+    """How many inputs ``probes`` and ``self`` make, and how long they are.
+
+    Raises
+    ------
+    CosetError
+        If they are longer than the architecture allows, or need more memory than there is.
+    """
     longest = 64 if architecture.length is None else architecture.length
     length = longest if isinstance(architecture.inputs, Patches) else how.length or min(64, longest)
-    return how.samples or default_samples(architecture, length, _LEARNED if how.matcher == "learned" else _CLOSED_FORM), length
+    if length > longest and architecture.length is not None:
+        raise CosetError(f"inputs of {length:,} tokens are longer than the model's context of {longest:,}; ask for shorter ones")
+    learns = how.matcher == "learned"
+    samples = how.samples or default_samples(architecture, length, _LEARNED if learns else _CLOSED_FORM)
+    check_size(architecture, samples, length, together=how.learning.batch if learns else 1)
+    return samples, length
 
 
 def make_inputs(
-    architecture: Architecture, models: tuple[Parameters, Parameters], how: Matching, source: Source, progress: Progress | None = None
+    architecture: Architecture, models: Sequence[Parameters], how: Matching, source: Source, progress: Progress | None = None
 ) -> Tensor:
-    """The inputs that ``probes`` and ``self`` make for a pair of models."""
+    """The inputs that ``probes`` and ``self`` make for models: text is written by all of them, in equal shares."""
     samples, length = made_sizes(architecture, how)
     if source == "probes":
         patches = isinstance(architecture.inputs, Patches)
@@ -162,7 +174,7 @@ def find_match(
     how
         The matcher and its options.
     inputs, targets
-        The user's data, for ``activations`` and what builds on it.
+        The user's data, for ``activations`` and what builds on it; see :func:`coset.objective.check_data`. Checked even if nothing reads them.
     metric
         For ``weights`` alone; see :func:`coset.alignment.match`.
     spaces, layers, pinned, progress
@@ -175,6 +187,10 @@ def find_match(
     CosetError
         If the matcher needs data that are not there, or for bad input of any kind.
     """
+    if inputs is not None:
+        check_inputs(architecture, inputs)
+        if targets is not None:
+            check_targets(architecture, inputs, targets)
     source = how.resolved_source(architecture, inputs is not None)
     if source is None:
         return match(

@@ -7,12 +7,14 @@ None needs labels.
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from coset.architecture import Architecture, LanguageModel, Patches
+from coset.architecture import Alibi, Architecture, Experts, LanguageModel, Patches, RelativeBias
 from coset.errors import CosetError
 from coset.parameters import Parameters
 from coset.transformer import Cache, forward, random_inputs
@@ -114,6 +116,65 @@ def sample_text(
                     progress(done * length + at, len(jobs) * length)
             out.append(torch.cat(text, 1))
     return torch.cat(out)
+
+
+def check_size(architecture: Architecture, samples: int, length: int, *, together: int = 1) -> None:
+    """Refuse inputs that cannot fit, before an allocator does.
+
+    Counted are the inputs while they are made, and the largest array of one forward pass in float32: a lower bound of what is needed.
+
+    Parameters
+    ----------
+    samples, length
+        Inputs to make, and positions in each.
+    together
+        Inputs that run through a model at once.
+
+    Raises
+    ------
+    CosetError
+        If either needs more memory than the machine has; it says how much, and what to try.
+    """
+    memory = machine_memory()
+    tokens, features = (False, architecture.inputs.features) if isinstance(architecture.inputs, Patches) else (True, 1)
+    made = 3 * 8 * samples * length * features  # as drawn, in parts, and joined; 8 bytes a number
+    run = 4 * min(samples, together) * _largest(architecture, length)
+    what = f"{samples:,} inputs of {length:,} {'tokens' if tokens else 'patches'}"
+    for need, purpose, remedy in (
+        (made, "while they are made", "fewer inputs" + (", or shorter ones" if tokens else "")),
+        (run, "in a forward pass", "shorter inputs" if tokens else "a smaller model"),
+    ):
+        if need > memory:
+            raise CosetError(
+                f"{what} need at least {_gigabytes(need)} {purpose}, and this machine has {_gigabytes(memory)}; ask for {remedy}"
+            )
+
+
+def _largest(architecture: Architecture, length: int) -> int:
+    """Numbers in the largest array that a forward pass of one input makes."""
+    widest = architecture.width
+    if isinstance(architecture.outputs, LanguageModel) and not isinstance(architecture.inputs, Patches):
+        widest = max(widest, architecture.inputs.vocabulary)
+    square = 0
+    for layer in architecture.layers:
+        inner, attention = layer.mlp, layer.attention
+        widest = max(
+            widest, inner.count * inner.mlp.width if isinstance(inner, Experts) else inner.width, attention.heads * attention.head_dim
+        )
+        if isinstance(attention.positions, Alibi | RelativeBias) or attention.window is not None:
+            square = max(square, length * length)  # the bias of every query and key, at least once
+    return max(widest * length, square)
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has; where the system does not say, as many as a pointer reaches."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB"
 
 
 def default_samples(architecture: Architecture, length: int, tokens: int = 1 << 14) -> int:

@@ -19,6 +19,7 @@ from coset.checkpoint.operations import Blocks, choose_spaces, for_alignment
 from coset.connect import Barrier, Panel, barrier, draw
 from coset.connect import save as save_figure
 from coset.errors import CosetError
+from coset.objective import check_data
 
 FIGURES = (".png", ".svg", ".pdf")
 
@@ -107,6 +108,7 @@ def barrier_between(
     kept = None if how is None else check_state(state, how, [m.path for m in models])
     inputs, targets = read_data(data, models[0], length=length, samples=samples)
     architecture = models[0].architecture
+    check_data(architecture, inputs, targets, str(data))
     sides = [Blocks(m) for m in models]
     matched: Mapping[str, str] = {}
     history: tuple[Step, ...] = ()

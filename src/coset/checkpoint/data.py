@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.architecture import Patches, Tokens
+from coset.architecture import Tokens
 from coset.checkpoint.model import Model
 from coset.errors import CosetError
+from coset.objective import check_inputs, check_targets
 
 LENGTH = 256
 """Tokens in a window of text, where the model allows as many."""
@@ -21,7 +21,7 @@ LENGTH = 256
 def read_data(
     path: str | os.PathLike[str], model: Model, *, length: int | None = None, samples: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Inputs and targets from a file.
+    """Inputs and targets from a file, checked against the model, whether or not its targets are going to be read.
 
     Parameters
     ----------
@@ -41,56 +41,26 @@ def read_data(
     Raises
     ------
     CosetError
-        If the file is missing, unreadable, of another kind, has the wrong tensors, or a text is too short for one window.
+        If the file is missing, unreadable, of another kind, or has the wrong tensors; if a text is too short for one window; and as
+        :func:`coset.objective.check_inputs` and :func:`coset.objective.check_targets` do.
     """
+    if samples is not None and samples < 1:
+        raise CosetError(f"samples: must be at least 1, got {samples}")
     path = Path(path)
     if not path.is_file():
         raise CosetError(f"{path}: no such data file; expected text (.txt) or tensors (.safetensors)")
     if path.suffix == ".txt":
         inputs, targets = _text(path, model, length), None
     elif path.suffix == ".safetensors":
+        if length is not None:
+            raise CosetError(f"{path}: these inputs have a length of their own, and only text is cut into windows; leave the length out")
         inputs, targets = _tensors(path)
     else:
         raise CosetError(f"{path}: unknown kind of data {path.suffix or '(no suffix)'!r}; expected .txt or .safetensors")
-    if samples is not None:
-        if samples < 1:
-            raise CosetError(f"samples: expected at least one, got {samples}")
-        inputs, targets = inputs[:samples], None if targets is None else targets[:samples]
-    return inputs, targets
-
-
-def read_inputs(
-    path: str | os.PathLike[str], model: Model, *, length: int | None = None, samples: int | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Inputs and targets from a file, to run models on: as :func:`read_data`, and checked against the model, which needs no head here.
-
-    Raises
-    ------
-    CosetError
-        As :func:`read_data` does, and if shapes, dtypes or ids do not fit the model.
-    """
-    inputs, targets = read_data(path, model, length=length, samples=samples)
-    reads, longest = model.architecture.inputs, model.architecture.length
-    got = f"got {inputs.dtype} of shape {list(inputs.shape)}"
-    if inputs.numel() == 0:
-        raise CosetError(f"{path}: expected at least one input, {got}")
-    if isinstance(reads, Patches):
-        shape = (math.prod(reads.grid), reads.features)
-        if inputs.ndim != 3 or tuple(inputs.shape[1:]) != shape or not inputs.is_floating_point():
-            raise CosetError(f"{path}: expected floating-point patches [n, {shape[0]}, {shape[1]}], {got}")
-        if not bool(torch.isfinite(inputs).all()):
-            raise CosetError(f"{path}: inputs hold NaN or infinity")
-        return inputs, targets
-    if inputs.ndim != 2 or inputs.dtype != torch.int64:
-        raise CosetError(f"{path}: expected token ids [n, length], {got}")
-    if longest is not None and inputs.shape[1] > longest:
-        raise CosetError(f"{path}: sequences of {inputs.shape[1]} tokens are longer than the model's context of {longest}; cut them")
-    low, high = int(inputs.min()), int(inputs.max())
-    if low < 0 or high >= reads.vocabulary:
-        raise CosetError(
-            f"{path}: expected token ids from 0 to {reads.vocabulary - 1}, the vocabulary of {model.path}, got {low if low < 0 else high}"
-        )
-    return inputs, targets
+    check_inputs(model.architecture, inputs, str(path))
+    if targets is not None:
+        check_targets(model.architecture, inputs, targets, str(path))
+    return inputs[:samples], None if targets is None else targets[:samples]
 
 
 def _tensors(path: Path) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +106,8 @@ def _text(path: Path, model: Model, length: int | None) -> Tensor:
     limit = model.architecture.length
     window = length if length is not None else min(LENGTH, limit or LENGTH)
     if window < 2 or (limit is not None and window > limit):
-        raise CosetError(f"length: expected 2 to {limit or 'any number of'} tokens, got {window}")
+        most = "" if limit is None else f", and the model's context is {limit}"
+        raise CosetError(f"{path}: cannot cut the text into windows of {window} tokens: they hold at least 2{most}; ask for another length")
     if len(ids) < window:
-        raise CosetError(f"{path}: {len(ids)} tokens are too few for one window of {window}; give more text, or a smaller --length")
+        raise CosetError(f"{path}: {len(ids)} tokens are too few for one window of {window}; give more text, or a smaller length")
     return ids[: len(ids) // window * window].reshape(-1, window)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from coset.alignment.many import align_many
-from coset.alignment.matchers import Matching, describe, find_match, make_inputs
+from coset.alignment.matchers import Matching, describe, find_match, made_sizes, make_inputs
 from coset.alignment.pair import Match, Progress, Step
 from coset.architecture import Architecture
-from coset.checkpoint.data import read_inputs
+from coset.checkpoint.data import read_data
 from coset.checkpoint.model import Model, untie
 from coset.connect.refitting import refit
 from coset.errors import CosetError
@@ -44,16 +44,19 @@ def read_matching_data(path: str | os.PathLike[str] | None, model: Model, how: M
     Raises
     ------
     CosetError
-        If there are data that nothing would read, none where the matcher needs them, or they do not fit the model.
+        If there are data that nothing would read, none where the matcher needs them, or they do not fit the model; or if the inputs that the
+        matcher makes instead would not.
     """
     source = how.resolved_source(model.architecture, path is not None)
     if path is None:
+        if source in ("probes", "self") or refitted:
+            made_sizes(model.architecture, how)  # which refuses what does not fit, before any work
         if how.task and how.matcher == "learned":
             raise CosetError("task: the task's loss is measured on your data, and there are none; give some, or leave the task out")
         return None
     if source != "activations" and not refitted:
         raise CosetError(f"{path}: matcher {how.matcher}{_from(how)} reads no data; leave them out, or match by activations")
-    inputs, targets = read_inputs(path, model, length=how.length, samples=how.samples)
+    inputs, targets = read_data(path, model, length=how.length, samples=how.samples)
     return Data(Path(path), inputs, targets)
 
 
@@ -178,6 +181,7 @@ def find_all(
         [whole(m) for m in models],
         matcher=None if how.matcher == "weights" else matcher,
         spaces=spaces,
+        solvers=how.solvers,
         cycles=how.cycles,
         tolerance=how.tolerance,
         pinned=models[0].pinned,
@@ -239,9 +243,7 @@ def refit_merged(
         found = (closed if how.matcher == "weights" else how).resolved_source(architecture, False)
         assert found is not None
         source = found
-        # Text of every end; random inputs are the same for all.
-        partners = ends[1:] if source == "self" else ends[1:2]
-        inputs = torch.cat([make_inputs(architecture, (ends[0], end), closed, found, progress) for end in partners])
+        inputs = make_inputs(architecture, ends, closed, found, progress)
     if len(inputs) < 2:
         raise CosetError(f"refit: expected at least two inputs, one of them to hold out, got {len(inputs)}")
     if inputs.is_floating_point():

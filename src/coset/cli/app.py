@@ -7,23 +7,26 @@ quick.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib.metadata import version
+from inspect import BoundArguments, Parameter
 from typing import Any, TextIO
 
-from cyclopts import App, CycloptsError, Parameter
+import cyclopts
+from cyclopts import App, CycloptsError
 
 from coset.cli.certify import certify
 from coset.cli.checkpoints import align, apply, barrier, inspect, merge, scramble
 from coset.cli.compare import compare, fingerprint
 from coset.cli.demo import demo
-from coset.cli.options import DEFAULTS, Common
+from coset.cli.options import DEFAULTS, Common, typed
 from coset.cli.output import Output, complain
 from coset.cli.study import study
 from coset.cli.symmetry import symmetry
@@ -44,7 +47,17 @@ VERBS: tuple[Callable[..., int | None], ...] = (
 )
 
 LARGEST = 2**32 - 1
-"""Largest integer of any flag."""
+"""Largest integer of a flag, unless said otherwise."""
+
+RANGES: Mapping[str, tuple[int, int]] = {
+    "seed": (0, LARGEST),
+    "match_samples": (1, sys.maxsize),  # what is too much depends on the memory
+    "match_length": (1, sys.maxsize),
+    "points": (2, 100_000),
+    "seeds": (2, 1_000),
+    "workers": (1, 1_024),
+}
+"""Smallest and largest integer of the flags that do not go from 1 to `LARGEST`."""
 
 DONE = 0
 ERROR = 2
@@ -56,7 +69,7 @@ app = App(
     name="coset",
     help="Transformer weights modulo their symmetries.",
     version=lambda: version("coset"),
-    default_parameter=Parameter(negative=()),
+    default_parameter=cyclopts.Parameter(negative=()),
     console=Output(),
 )
 for _verb in VERBS:
@@ -82,10 +95,11 @@ def run(arguments: Sequence[str]) -> int:
     int
         Exit code: what the verb returns, 0 by default; 2 after an error, which is then the first line on standard error.
     """
-    common = DEFAULTS
+    common, flags = DEFAULTS, dict[str, Any]()
     try:
         verb, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
-        _check_integers(bound.arguments)
+        flags = _flags(bound)
+        _check_numbers(flags)
         common = next((value for value in bound.arguments.values() if isinstance(value, Common)), common)
         with _plain_warnings(common.quiet):
             code = verb(*bound.args, **bound.kwargs)
@@ -98,32 +112,43 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except Exception as error:
-        complain("error", _message(error))
+        complain("error", _message(error, flags))
         if common.debug:
             traceback.print_exc()
         return ERROR
     return DONE if code is None else code
 
 
-def _check_integers(arguments: Mapping[str, Any]) -> None:
-    """Refuse integers that no flag means, seeds below zero among them, before a library fails on one."""
-    flags: dict[str, Any] = dict(arguments)
-    for value in arguments.values():
+def _flags(bound: BoundArguments) -> dict[str, Any]:
+    """The flags that were given, by their names in Python, with their values; a group of flags brings its defaults along."""
+    flags: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
         if is_dataclass(value) and not isinstance(value, type):
-            flags |= asdict(value)
+            flags |= {field.name: getattr(value, field.name) for field in fields(value)}
+        elif bound.signature.parameters[name].kind is Parameter.KEYWORD_ONLY:
+            flags[name] = value
+    return flags
+
+
+def _check_numbers(flags: Mapping[str, Any]) -> None:
+    """Refuse numbers that no flag means, sizes of zero and NaN among them, before a library fails on one."""
     for name, value in flags.items():
-        if not isinstance(value, int):
-            continue
-        least = 0 if name == "seed" else -LARGEST
-        if not least <= value <= LARGEST:
-            raise CosetError(f"--{name.replace('_', '-')}: expected an integer from {least} to {LARGEST}, got {value}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CosetError(f"{typed(name)}: expected a finite number, got {value}")
+        least, most = RANGES.get(name, (1, LARGEST))
+        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
+            raise CosetError(f"{typed(name)}: expected an integer from {least} to {most}, got {value}")
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception, flags: Mapping[str, Any]) -> str:
+    """What is wrong. The library begins with the name of an option at fault; whoever typed a flag for it reads that flag."""
     if isinstance(error, CosetError | CycloptsError):
-        return str(error)
+        name, colon, rest = str(error).partition(":")
+        return f"{typed(name)}:{rest}" if colon and name in flags else str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"out of memory: {error}; try fewer or shorter inputs, or a smaller batch"
     return f"unexpected {type(error).__name__}: {error}; --debug shows where"
 
 

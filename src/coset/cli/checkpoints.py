@@ -276,8 +276,8 @@ def merge(
         Solve for every linear map, so that it gives the mean of what the models' maps give, on --data or on inputs that need none. The output is
         then not on the line between the models.
     """
-    if no_align and by.given():
-        flags = ", ".join(by.given())
+    if no_align and (by.given() or data is not None):
+        flags = ", ".join((*by.given(), *(() if data is None else ("--data",))))
         raise CosetError(f"{flags}: it says how to align, and --no-align leaves alignment out; give one of them")
     from coset.checkpoint import operations
 

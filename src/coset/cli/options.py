@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from coset.architecture import PE, Architecture, uniform
+from coset.architecture import PE, Architecture, Sinusoidal, uniform
 from coset.errors import CosetError
 
 if TYPE_CHECKING:
@@ -108,17 +108,25 @@ class ArchitectureFlags:
         for name, encodings in _MEANT_FOR.items():
             if name in given and self.pe not in encodings:
                 raise CosetError(
-                    f"{_flag(name)}: it has no meaning with --pe {self.pe}; leave it out, or use --pe {' or '.join(encodings)}"
+                    f"{typed(name)}: it has no meaning with --pe {self.pe}; leave it out, or use --pe {' or '.join(encodings)}"
                 )
         for name, most in _MOST.items():
             if given.get(name, 0) > most:
-                raise CosetError(f"{_flag(name)}: expected at most {most:,}, got {given[name]:,}")
+                raise CosetError(f"{typed(name)}: expected at most {most:,}, got {given[name]:,}")
         if self.head_dim is None and self.heads > 0 and self.width // self.heads > _MOST["head_dim"]:
             raise CosetError(
                 f"--width: {self.heads} heads would be wider than {_MOST['head_dim']:,} lanes; give more --heads, or --head-dim"
             )
-        return uniform(**given)
+        architecture = uniform(**given)
+        if isinstance(architecture.positions, Sinusoidal) and (table := self.width * architecture.positions.count) > _TABLE:
+            raise CosetError(
+                f"--positions: a fixed table holds at most {_TABLE:,} numbers here, got {table:,}; give fewer, or less --width"
+            )
+        return architecture
 
+
+_TABLE = 1 << 24
+"""Most numbers of a fixed position table, whose rank is computed."""
 
 _MEANT_FOR: Mapping[str, tuple[PE, ...]] = {
     "rotary_dim": ("rope",),
@@ -131,7 +139,8 @@ _MEANT_FOR: Mapping[str, tuple[PE, ...]] = {
 _MOST: Mapping[str, int] = {"layers": 2_000, "heads": 1_024, "kv_heads": 1_024, "head_dim": 8_192, "rotary_dim": 8_192}
 
 
-def _flag(name: str) -> str:
+def typed(name: str) -> str:
+    """A flag as it is typed, from its name in Python."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -186,7 +195,7 @@ class MatchingFlags:
 
     def given(self) -> tuple[str, ...]:
         """The flags that say something."""
-        return tuple(_flag(f.name) for f in fields(self) if getattr(self, f.name) != f.default)
+        return tuple(typed(f.name) for f in fields(self) if getattr(self, f.name) != f.default)
 
     def matching(self, *, refit: bool = False) -> Matching:
         """The options that the flags describe; a refit needs inputs even where the matcher does not.

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coset.architecture import Architecture, Experts, StreamOutput
+from coset.architecture import Architecture, Experts, Layer, StreamOutput
 from coset.errors import CosetError
+from coset.objective import check_inputs
 from coset.parameters import Parameters, check, tensors
-from coset.transformer import forward
+from coset.transformer import Tap, forward, run_layer
+
+_HELD = 1 << 28
+"""Numbers up to which activations are held from layer to layer (a gigabyte in float32)."""
 
 
 @dataclass(frozen=True)
@@ -30,31 +34,33 @@ class Refit:
 
 @dataclass(frozen=True)
 class _Site:
-    """A tap, and the maps that read what it gives."""
+    """A tap, its layer, how many of the last axes of what it gives are features, and the maps that read it."""
 
     name: str
+    layer: int | None
     maps: tuple[str, ...]
+    axes: int = 1
 
 
 def _sites(architecture: Architecture) -> Iterator[_Site | str]:
     """Sites in forward order, and notes on what has none."""
-    for i, layer in enumerate(architecture.layers):
+    for i, own in enumerate(architecture.layers):
         p = f"layers.{i}"
-        if layer.attention.qk_norm is None:
-            yield _Site(f"{p}.attention.input", (f"{p}.attention.q", f"{p}.attention.k", f"{p}.attention.v"))
+        if own.attention.qk_norm is None:
+            yield _Site(f"{p}.attention.input", i, (f"{p}.attention.q", f"{p}.attention.k", f"{p}.attention.v"))
         else:
             yield f"layer {i}: queries and keys were left alone, their norm makes them no linear target"
-            yield _Site(f"{p}.attention.input", (f"{p}.attention.v",))
-        yield _Site(f"{p}.attention.heads", (f"{p}.attention.o",))
-        if isinstance(layer.mlp, Experts):
+            yield _Site(f"{p}.attention.input", i, (f"{p}.attention.v",))
+        yield _Site(f"{p}.attention.heads", i, (f"{p}.attention.o",), axes=3)
+        if isinstance(own.mlp, Experts):
             yield f"layer {i}: router and experts were left alone, each of them reads only the inputs that are sent to it"
             continue
-        yield _Site(f"{p}.mlp.input", (f"{p}.mlp.gate", f"{p}.mlp.up") if layer.mlp.gated else (f"{p}.mlp.up",))
-        yield _Site(f"{p}.mlp.hidden", (f"{p}.mlp.down",))
+        yield _Site(f"{p}.mlp.input", i, (f"{p}.mlp.gate", f"{p}.mlp.up") if own.mlp.gated else (f"{p}.mlp.up",))
+        yield _Site(f"{p}.mlp.hidden", i, (f"{p}.mlp.down",))
     if architecture.tied:
         yield "head: left alone, it is the token embedding"
     elif not isinstance(architecture.outputs, StreamOutput):
-        yield _Site("final.input", ("head",))
+        yield _Site("final.input", None, ("head",))
 
 
 def refit(
@@ -64,7 +70,7 @@ def refit(
     inputs: Tensor,
     *,
     ridge: float = 1e-3,
-    batch: int = 256,
+    batch: int = 32,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Refit:
     r"""Refit the linear maps of a merged model to the mean of what the ends' maps give on their own inputs.
@@ -75,8 +81,9 @@ def refit(
               + \lambda \|W - W_\mathrm{merged}\|^2 + \lambda \|b - b_\mathrm{merged}\|^2,
 
     where the bias is only there if the architecture has one. Targets are linear in the ends' inputs, so second moments
-    :math:`\mathrm{E}[x^\top x]` and :math:`\mathrm{E}[x^\top x_e]` are all that is needed: no labels, no gradients, and memory that does
-    not depend on the number of samples. The result leaves the line between the ends; call it refitted, not merged, and never use it to
+    :math:`\mathrm{E}[x^\top x]` and :math:`\mathrm{E}[x^\top (x_e - x)]` are all that is needed: no labels, and no gradients. Every layer is
+    run a few times, from the streams in front of it; where those are more than a gigabyte, from the inputs, which is slower, but needs no
+    memory for every sample. The result leaves the line between the ends; call it refitted, not merged, and never use it to
     claim linear connectivity.
 
     Refitted are queries, keys and values (queries and keys not under QK-norm), attention outputs, MLPs, and an untied head. Embeddings,
@@ -112,8 +119,7 @@ def refit(
         raise CosetError(f"refit: ridge must be positive, got {ridge}")
     if batch < 1:
         raise CosetError(f"refit: batch must be positive, got {batch}")
-    if len(inputs) == 0:
-        raise CosetError(f"refit: inputs are empty, shape {list(inputs.shape)}")
+    check_inputs(architecture, inputs, "refit")
     check(architecture, merged, "merged model")
     for e, end in enumerate(ends):
         check(architecture, end, f"end {e}")
@@ -123,10 +129,11 @@ def refit(
     steps = list(_sites(architecture))
     sites = [step for step in steps if isinstance(step, _Site)]
     with torch.no_grad():
+        reading = _Reading(architecture, (model, *own), sites, torch.split(inputs, batch))
         for done, site in enumerate(sites):
             if progress is not None:
                 progress(site.name, done, len(sites))
-            moment, cross = _moments(architecture, model, own, inputs, site.name, batch)
+            moment, cross = _moments(reading, site)
             for name in site.maps:
                 model |= _solve(architecture, name, model, own, moment, cross, ridge)
     fitted = {name: model[name].to(merged[name].dtype) for name in tensors(architecture)}
@@ -137,8 +144,8 @@ class _Reached(Exception):
     """Ends a forward pass whose rest nobody needs."""
 
 
-def _read(architecture: Architecture, parameters: Parameters, inputs: Tensor, site: str, axes: int) -> Tensor:
-    """``[x, 1]`` [rows, size + 1], float64, for the inputs x at a site whose last `axes` axes are features."""
+def _until(site: str, run: Callable[[Tap], Tensor]) -> Tensor:
+    """What a forward pass gives at a site, where it ends."""
     seen: list[Tensor] = []
 
     def tap(name: str, value: Tensor) -> None:
@@ -147,25 +154,90 @@ def _read(architecture: Architecture, parameters: Parameters, inputs: Tensor, si
             raise _Reached
 
     with suppress(_Reached):
-        forward(architecture, parameters, inputs, tap=tap)
-    x = seen[0].flatten(-axes).flatten(0, -2).to(torch.float64)
-    return torch.cat([x, torch.ones_like(x[:, :1])], -1)
+        run(tap)
+    return seen[0]
 
 
-def _moments(
-    architecture: Architecture, model: Parameters, ends: Sequence[Parameters], inputs: Tensor, site: str, batch: int
-) -> tuple[Tensor, list[Tensor]]:
-    """``E[[x, 1]ᵀ [x, 1]]`` of the model and ``E[[x, 1]ᵀ [x_e, 1]]`` with every end, [size + 1, size + 1]."""
-    axes = 3 if site.endswith(".heads") else 1
+def _neurons(own: Layer) -> int:
+    return 0 if isinstance(own.mlp, Experts) else own.mlp.width
+
+
+class _Reading:
+    """What the models read at one site after another, in forward order, the refitted one first: it changes in between, the others do not.
+
+    Held are the streams of all models in front of a layer, and what the others read inside it, unless they are too many numbers.
+    """
+
+    def __init__(self, architecture: Architecture, models: Sequence[Parameters], sites: Sequence[_Site], parts: Sequence[Tensor]):
+        self.architecture, self.models, self.parts = architecture, models, parts
+        self.names = {site.name for site in sites}
+        inner = max(max(own.attention.heads * own.attention.value_dim, _neurons(own)) for own in architecture.layers)
+        numbers = len(models) * architecture.width + (len(models) - 1) * (3 * architecture.width + 2 * inner)
+        self.holds = numbers * sum(part.shape[0] * part.shape[1] for part in parts) <= _HELD
+        self.streams: list[list[Tensor]] = []  # of every model, in front of layer `at`
+        self.read: list[list[dict[str, Tensor]]] = []  # of every model but the first, in layer `at`
+        self.behind: list[list[Tensor]] = []  # likewise, behind it
+        self.at = -1
+
+    def at_site(self, site: _Site) -> Iterator[list[Tensor]]:
+        """For every part of the inputs, ``[x, 1]`` [rows, size + 1] of every model."""
+        if site.layer is not None and self.holds and site.layer > self.at:
+            self._enter(site.layer)
+        for k in range(len(self.parts)):
+            values = [self._value(m, k, site) for m in range(len(self.models))]
+            rows = [x.flatten(-site.axes).flatten(0, -2) for x in values]
+            yield [torch.cat([x, torch.ones_like(x[:, :1])], -1) for x in rows]
+
+    def _value(self, m: int, k: int, site: _Site) -> Tensor:
+        model, index = self.models[m], site.layer
+        if index is None or not self.holds:
+            return _until(site.name, lambda tap: forward(self.architecture, model, self.parts[k], tap=tap))
+        if m > 0:
+            return self.read[m - 1][k][site.name]
+        return _until(site.name, lambda tap: self._run(index, model, self.streams[0][k], tap))
+
+    def _enter(self, index: int) -> None:
+        """Move on to the next layer."""
+        if self.at < 0:
+            embedded = "embed.output"
+            self.streams = [
+                [_until(embedded, lambda tap, p=p, x=x: forward(self.architecture, p, x, tap=tap)) for x in self.parts]  # type: ignore[misc]
+                for p in self.models
+            ]
+        else:
+            refitted = [self._run(self.at, self.models[0], x, lambda name, value: None) for x in self.streams[0]]
+            self.streams = [refitted, *self.behind]
+        self.at = index
+        self.read, self.behind = [], []
+        for model, stream in zip(self.models[1:], self.streams[1:], strict=True):
+            self.read.append([{} for _ in stream])
+            self.behind.append([self._run(index, model, x, self._keep(into)) for x, into in zip(stream, self.read[-1], strict=True)])
+
+    def _run(self, index: int, model: Parameters, x: Tensor, tap: Tap) -> Tensor:
+        return run_layer(self.architecture, index, model, x, tap)
+
+    def _keep(self, into: dict[str, Tensor]) -> Tap:
+        def tap(name: str, value: Tensor) -> None:
+            if name in self.names:
+                into[name] = value
+
+        return tap
+
+
+def _moments(reading: _Reading, site: _Site) -> tuple[Tensor, list[Tensor]]:
+    """``E[[x, 1]ᵀ [x, 1]]`` of the model and ``E[[x, 1]ᵀ ([x_e, 1] - [x, 1])]`` with every end, [size + 1, size + 1], float64.
+
+    Differences are taken before products, so that where ends agree nothing is left but the rounding of activations.
+    """
     total: list[Tensor] = []
     rows = 0
-    for part in torch.split(inputs, batch):
-        x = _read(architecture, model, part, site, axes)
-        products = [x.mT @ other for other in (x, *(_read(architecture, end, part, site, axes) for end in ends))]
+    for x, *others in reading.at_site(site):
+        x, *others = (y.to(torch.float64) for y in (x, *others))
+        products = [x.mT @ other for other in (x, *(y - x for y in others))]
         total = [s + p for s, p in zip(total, products, strict=True)] if total else products
         rows += len(x)
     if not all(bool(torch.isfinite(s).all()) for s in total):
-        raise CosetError(f"refit: activations at {site} hold NaN or infinity; check the inputs and the models")
+        raise CosetError(f"refit: activations at {site.name} hold NaN or infinity; check the inputs and the models")
     return total[0] / rows, [s / rows for s in total[1:]]
 
 
@@ -190,11 +262,12 @@ def _solve(
         weight = p[name].to(torch.float64).reshape(size, -1)
         return weight if bias is None else torch.cat([weight, p[bias].to(torch.float64).reshape(1, -1)])
 
-    start = stacked(model)
-    aim = sum((c[:n, :n] @ stacked(end) for c, end in zip(cross, ends, strict=True)), torch.zeros_like(start)) / len(ends)
-    shifted = moment[:n, :n] + strength * torch.eye(n, dtype=torch.float64, device=moment.device)
-    change = torch.linalg.solve(shifted, aim - moment[:n, :n] @ start)
-    solved = start + change
+    start, whole = stacked(model), moment[:n, :n]
+    missing = torch.zeros_like(start)  # E[[x, 1]ᵀ (target - what the map gives now)]
+    for c, end in zip(cross, ends, strict=True):
+        there = stacked(end)
+        missing += (c[:n, :n] @ there + whole @ (there - start)) / len(ends)
+    solved = start + torch.linalg.solve(whole + strength * torch.eye(n, dtype=torch.float64, device=moment.device), missing)
     out = {name: solved[:size].reshape(model[name].shape).to(model[name].dtype)}
     if bias is not None:
         out[bias] = solved[size].reshape(model[bias].shape).to(model[bias].dtype)

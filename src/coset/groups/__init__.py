@@ -2,7 +2,7 @@
 
 from coset.groups.base import Element, Group
 from coset.groups.composite import Product, Wreath, WreathElement, finite_order, heads, map_leaves
-from coset.groups.linear import GeneralLinear, MatrixGroup, Orthogonal, polar, random_orthogonal
+from coset.groups.linear import GeneralLinear, MatrixGroup, Mirrored, Orthogonal, polar, random_orthogonal
 from coset.groups.monomial import Monomial, MonomialElement, Permutation, Scaling, SignedPermutation, assignment
 from coset.groups.rotary import Block, PlanePhases, RotaryCommutant
 
@@ -12,6 +12,7 @@ __all__ = [
     "GeneralLinear",
     "Group",
     "MatrixGroup",
+    "Mirrored",
     "Monomial",
     "MonomialElement",
     "Orthogonal",

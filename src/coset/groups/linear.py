@@ -190,3 +190,28 @@ class Orthogonal(MatrixGroup):
         fixed = self.fixed.to(direction)
         rest = skew - fixed.mT @ (fixed @ skew)
         return rest - (rest @ fixed.mT) @ fixed
+
+
+@dataclass(frozen=True)
+class Mirrored(Orthogonal):
+    """The orthogonal matrices that map the one `fixed` row to itself or to its opposite: O(n - 1), and a sign.
+
+    LayerNorm commutes with all of them. The sign is seen only where something along **1** cannot be folded: where a norm's bias meets readers
+    without a bias, their components along **1** and the bias's may change sign together. `random` leaves it alone.
+    """
+
+    def belongs(self, g: Any, tolerance: float | None = None) -> bool:
+        return super().belongs(g, tolerance) or super().belongs(self._mirror(g), tolerance)
+
+    def best(self, inner: Tensor) -> Tensor:
+        assert self.fixed is not None
+        g, one = super().best(inner), self.fixed[0].to(inner)
+        # Where everything along the line is folded, its product is rounding, and says nothing.
+        opposite = one @ inner @ one < -1e-9 * torch.linalg.matrix_norm(inner)
+        return self._mirror(g) if bool(opposite) else g
+
+    def _mirror(self, g: Tensor) -> Tensor:
+        """The element with the other sign."""
+        assert self.fixed is not None
+        line = self.fixed.to(g)
+        return g - 2 * line.mT @ (line @ g)
