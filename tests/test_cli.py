@@ -182,6 +182,8 @@ def test_layers_label(indices: list[int], label: str) -> None:
         ("symmetry --rotary-dim 3", "positive even number of lanes, got 3"),
         ("symmetry --layers 0", "--layers: expected an integer from 1 to 4294967295, got 0"),
         ("symmetry --kv-heads -1", "--kv-heads: expected an integer from 1"),
+        ("symmetry --kv-heads 1.5", "--kv-heads: expected an integer, got 1.5"),
+        ("demo --seeds=2.5", "--seeds: expected an integer, got 2.5"),
         ("certify --pe learned --positions 0", "--positions: expected an integer from 1"),
         ("symmetry --pe sinusoidal --positions 4000000000", "--positions: a fixed table holds at most 16,777,216 numbers here"),
         ("symmetry --rope-base nan", "--rope-base: expected a finite number, got nan"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoint_zoo import CASES, saved
 from coset.checkpoint.comparison import compare
-from coset.checkpoint.operations import apply, scramble
+from coset.checkpoint.operations import align, apply, scramble
 from coset.cli.app import run
 
 KEYS = {"verdict", "residual", "outputs", "first_difference", "reasons", "transform", "condition", "detection_limit"}
@@ -199,3 +199,48 @@ def test_fingerprint(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_json(capsys, 0, "fingerprint", altered(q, tmp_path / "t", tuned))["fingerprint"] != own["fingerprint"]
     assert run(["fingerprint", str(p)]) == 0
     assert own["fingerprint"] in capsys.readouterr().out
+
+
+def zero_biases(stored: dict[str, Tensor]) -> None:
+    for name, x in stored.items():
+        if name.endswith(".bias") and "ln_" not in name:
+            x.zero_()
+
+
+def test_biases_of_zero_come_back_to_rounding(tmp_path: Path) -> None:
+    """Zero is stored exactly, but a change of basis and its inverse leave rounding of the maps there; a small bias is still seen."""
+    p = altered(saved(tmp_path, "gpt2"), tmp_path / "p", zero_biases)
+    scramble(p, tmp_path / "q", seed=3, spaces=("heads", "qk", "vo", "neurons", "shifts"))
+    align(p, tmp_path / "q", tmp_path / "back")
+    back = load_file(tmp_path / "back/model.safetensors")
+    biases = [x for name, x in back.items() if name.endswith("c_attn.bias")]
+    assert all(float(x.abs().max()) > 0 for x in biases)
+    assert compare(p, tmp_path / "back").verdict == "equivalent"
+
+    def small(stored: dict[str, Tensor]) -> None:
+        next(x for name, x in stored.items() if name.endswith("c_fc.bias"))[2] = 1e-5
+
+    assert compare(p, altered(p, tmp_path / "r", small)).verdict == "different"
+
+
+def test_a_tied_model_beside_an_untied_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p = saved(tmp_path, "gpt2")
+    scramble(p, tmp_path / "q", seed=3, spaces=("heads", "qk", "vo", "neurons"))
+    align(p, tmp_path / "q", tmp_path / "untied", untied=True)
+    g, again = tmp_path / "g.safetensors", tmp_path / "again"
+    assert run_json(capsys, 0, "compare", p, tmp_path / "untied", "--transform", g)["verdict"] == "equivalent"
+    assert run(["apply", str(g), str(p), "-o", str(again), "--quiet"]) == 0
+    assert compare(again, tmp_path / "untied").verdict == "equivalent"
+    assert compare(tmp_path / "untied", p).verdict == "equivalent"
+
+    def change(stored: dict[str, Tensor]) -> None:
+        stored["lm_head.weight"][3, 4] *= 1.01
+
+    assert compare(p, altered(tmp_path / "untied", tmp_path / "other", change)).verdict == "different"
+    ids = tmp_path / "ids.safetensors"
+    save_file({"input_ids": torch.randint(50, (8, 20), generator=torch.Generator().manual_seed(0))}, ids)
+    line = run_json(capsys, 0, "barrier", p, tmp_path / "untied", "--data", ids, "--points", 3)
+    assert line["loss_barrier"] < 1e-5
+    assert line["loss"][0] == pytest.approx(line["loss"][2], rel=1e-5)
+    assert run(["merge", str(p), str(tmp_path / "untied"), "-o", str(tmp_path / "m"), "--no-align"]) == 2
+    assert "only one of them has an unembedding of its own" in capsys.readouterr().err

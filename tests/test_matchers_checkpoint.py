@@ -425,7 +425,7 @@ def test_a_barrier_looks_at_its_data_before_it_matches(capsys, tmp_path, monkeyp
     save_file({"input_ids": torch.ones(7, 5, dtype=torch.int64)}, data)
     monkeypatch.setattr("coset.checkpoint.curves.find", None)
     message = _refused(capsys, tmp_path, "barrier", path, path, "--data", data, "--matcher", "weights")
-    assert f"{data}: a model without a head has no loss" in message
+    assert f"{data}: no head is modelled here" in message
 
 
 def test_texts(capsys, tmp_path):

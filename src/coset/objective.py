@@ -43,7 +43,7 @@ def check_data(architecture: Architecture, inputs: Tensor, targets: Tensor | Non
         As :func:`check_inputs` and :func:`check_targets` do, and if the architecture has no head, or needs targets and there are none.
     """
     if isinstance(architecture.outputs, StreamOutput):
-        raise CosetError(f"{owner}: a model without a head has no loss; expected a language model or a classifier")
+        raise CosetError(f"{owner}: no head is modelled here, so there is no loss; expected a causal language model or a classifier")
     check_inputs(architecture, inputs, owner)
     if targets is not None:
         check_targets(architecture, inputs, targets, owner)

@@ -407,8 +407,12 @@ class _Run:
                 facts = file.metadata() or {}
                 content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except (OSError, SafetensorError) as error:
-            raise CosetError(f"{self.state}: not a readable state of learning: {error}; delete it to start afresh") from None
-        if facts.get("coset") != "learning" or facts.get("identity") != self.identity:
+            raise CosetError(
+                f"{self.state}: not a readable state of learning: {error}; give another name, or delete it to start afresh"
+            ) from None
+        if facts.get("coset") != "learning":
+            raise CosetError(f"{self.state}: not a state of learning; give another name")
+        if facts.get("identity") != self.identity:
             raise CosetError(
                 f"{self.state}: belongs to another run (other models, inputs or settings); give another name, or delete it to start afresh"
             )

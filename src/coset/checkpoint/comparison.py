@@ -15,18 +15,21 @@ from coset.alignment.pair import Progress
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import DTYPES, raw
 from coset.checkpoint.layout import check_finite
-from coset.checkpoint.model import Model, load
+from coset.checkpoint.model import Model, load, untie
 from coset.checkpoint.operations import Blocks
 from coset.equivalence import Comparison, Side, compare_sides
 from coset.errors import CosetError
 from coset.invariants import Fingerprint, fingerprint
 
 
-def _dtypes(model: Model) -> dict[str, torch.dtype]:
-    """The stored dtype of every canonical tensor."""
+def _side(model: Model, untied: bool) -> Side:
+    """A checkpoint to compare: its canonical tensors, read when asked for, and the stored dtype of each; `untied` is as for `Blocks`."""
     stored = model.checkpoint.tensors
     found = {slot.canonical: DTYPES[stored[p.stored].dtype] for p in model.table.places if not p.mirror for slot in p.slots}
-    return {name: found[name] for name in model.table.specs}
+    if untied:
+        found["head"] = found["embed.tokens"]
+    specs = untie(model).table.specs if untied else model.table.specs
+    return Side(Blocks(model, untied=untied), {name: found[name] for name in specs}, specs)
 
 
 def _same_files(a: Model, b: Model) -> bool:
@@ -77,7 +80,7 @@ def compare(
     Parameters
     ----------
     first, second
-        Folders.
+        Folders. If one is tied and the other is not (``coset align --untie``), the tied one is read as an untied one.
     outputs
         What must agree; default what the architecture says (logits).
     transform
@@ -98,18 +101,24 @@ def compare(
         cannot be written.
     """
     a, b = load(first, legacy), load(second, legacy)
-    require_comparable(a, b)
+    # A tied model compared with an untied one is an untied one whose two tables are equal.
+    apart = [model.architecture.tied and not other.architecture.tied for model, other in ((a, b), (b, a))]
+    seen = [untie(model) if alone else model for model, alone in zip((a, b), apart, strict=True)]
+    require_comparable(*seen)
     if transform is not None:
         _check_file(Path(transform), (a.path, b.path), overwrite)
-    architecture = a.architecture if outputs is None else dataclasses.replace(a.architecture, probabilities=outputs == "probabilities")
+    architecture = seen[0].architecture
+    if outputs is not None:
+        architecture = dataclasses.replace(architecture, probabilities=outputs == "probabilities")
     if _same_files(a, b):
         return Comparison("identical")
-    sides = [Side(Blocks(model), _dtypes(model), model.table.specs) for model in (a, b)]
+    sides = [_side(model, alone) for model, alone in zip((a, b), apart, strict=True)]
     pinned = tuple(dict.fromkeys((*a.pinned, *b.pinned)))
     found = compare_sides(architecture, *sides, pinned=pinned, length=length, seed=seed, progress=progress)
     found = _with_invariants(found, list(_invariant_differences(a, b)))
     if transform is not None and found.transform is not None and found.equivalent:
         facts = {"coset_verb": "compare", "coset_version": version("coset"), "coset_input": a.path.name, "coset_reference": b.path.name}
+        facts["coset_untied"] = str(apart[0]).lower()
         found.transform.save(transform, facts)
     return found
 
@@ -147,5 +156,5 @@ def fingerprint_of(checkpoint: str | os.PathLike[str], *, legacy: bool = False) 
         If the checkpoint cannot be read, or a tensor holds NaN or infinity.
     """
     model = load(checkpoint, legacy)
-    coarsest = max(_dtypes(model).values(), key=lambda d: torch.finfo(d).eps)
+    coarsest = max(_side(model, False).dtypes.values(), key=lambda d: torch.finfo(d).eps)
     return fingerprint(model.architecture, Blocks(model), stored=coarsest)

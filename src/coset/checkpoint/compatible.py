@@ -78,6 +78,8 @@ def require_comparable(reference: Model, other: Model) -> None:
     if reference.head != other.head:
         lines.append(f"architectures: {reference.head!r} against {other.head!r}")
     lines += architecture_differences(reference.architecture, other.architecture)
+    if reference.architecture.tied != other.architecture.tied:
+        lines.append("only one of them has an unembedding of its own (tie_word_embeddings): untie the other as well, or tie both")
     for name in _TOKENIZERS:
         x, y = _tokenizer(reference.path, name), _tokenizer(other.path, name)
         if x is not None and y is not None and x != y:

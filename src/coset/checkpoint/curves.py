@@ -14,7 +14,7 @@ from coset.alignment.pair import Progress, Step
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.data import read_data
 from coset.checkpoint.matching import check_state, find, heldout, read_matching_data, record
-from coset.checkpoint.model import load
+from coset.checkpoint.model import load, untie
 from coset.checkpoint.operations import Blocks, choose_spaces, for_alignment
 from coset.connect import Barrier, Panel, barrier, draw
 from coset.connect import save as save_figure
@@ -99,23 +99,29 @@ def barrier_between(
     try:
         where = torch.device(device)
         torch.empty(1, device=where)
+        if where.type == "meta":
+            raise RuntimeError
     except (RuntimeError, AssertionError):
         raise CosetError(f"device: {device!r} is not available here; try cpu") from None
     models = [load(path, legacy) for path in (first, second)]
-    require_comparable(*models)
+    tied = [m.architecture.tied for m in models]
+    # Without a matcher, a tied model beside an untied one is an untied one whose two tables are equal.
+    apart = [how is None and mine and not all(tied) for mine in tied]
+    seen = [untie(m) if alone else m for m, alone in zip(models, apart, strict=True)]
+    require_comparable(*seen)
     if how is None and (match_data is not None or state is not None or spaces is not None):
         raise CosetError("barrier: spaces, state and data to match on serve a matcher, and there is none; name one, or leave them out")
     kept = None if how is None else check_state(state, how, [m.path for m in models])
     inputs, targets = read_data(data, models[0], length=length, samples=samples)
-    architecture = models[0].architecture
+    architecture = seen[0].architecture
     check_data(architecture, inputs, targets, str(data))
-    sides = [Blocks(m) for m in models]
+    sides = [Blocks(m, untied=alone) for m, alone in zip(models, apart, strict=True)]
     matched: Mapping[str, str] = {}
     history: tuple[Step, ...] = ()
     notes: tuple[str, ...] = ()
-    a = models[0].parameters(torch.float32)
+    a = {name: x.to(torch.float32) for name, x in sides[0].items()}
     if how is None:
-        b = models[1].parameters(torch.float32)
+        b = {name: x.to(torch.float32) for name, x in sides[1].items()}
     else:
         chosen, notes = choose_spaces(models[0], for_alignment(spaces))
         if match_data is None and "activations" in (how.matcher, how.source):

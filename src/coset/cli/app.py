@@ -100,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         verb, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
         flags = _flags(bound)
         _check_numbers(flags)
+        _check_whole(arguments, flags)
         common = next((value for value in bound.arguments.values() if isinstance(value, Common)), common)
         with _plain_warnings(common.quiet):
             code = verb(*bound.args, **bound.kwargs)
@@ -138,6 +139,16 @@ def _check_numbers(flags: Mapping[str, Any]) -> None:
         least, most = RANGES.get(name, (1, LARGEST))
         if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
             raise CosetError(f"{typed(name)}: expected an integer from {least} to {most}, got {value}")
+
+
+def _check_whole(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
+    """Refuse numbers with a fraction for integers, which the parser would round."""
+    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        given = flags.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        text = value if equals else after
+        if isinstance(given, int) and not isinstance(given, bool) and "." in text:
+            raise CosetError(f"{flag}: expected an integer, got {text}")
 
 
 def _message(error: Exception, flags: Mapping[str, Any]) -> str:

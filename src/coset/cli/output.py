@@ -31,7 +31,7 @@ def show(*parts: RenderableType) -> None:
 def show_json(document: Mapping[str, Any]) -> None:
     """Print the one JSON document of ``--json``."""
     # Group names are not ASCII; escape them where standard output cannot hold them.
-    escape = sys.stdout.encoding.lower().replace("-", "") != "utf8"
+    escape = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
     print(json.dumps(document, indent=2, ensure_ascii=escape, allow_nan=False))
 
 

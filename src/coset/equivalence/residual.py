@@ -13,7 +13,7 @@ from coset.architecture import Architecture, LearnedPositions, RelativeBias, Tok
 from coset.equivalence.sides import LARGE, Lazy, Side
 from coset.groups import Element, Group
 from coset.normal_form import fold, folded_architecture
-from coset.parameters import Parameters, count, tensors
+from coset.parameters import Parameters, TensorSpec, count, tensors
 from coset.symmetries import group as symmetry_group
 from coset.transform import move
 
@@ -135,6 +135,19 @@ def _smoothed(square: Tensor, axis: int) -> Tensor:
     return product.movedim(0, axis) + _SPREAD_OUT * mean
 
 
+def _beside_maps(variances: dict[str, Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Add to the variance of every bias what the rounding of its map does there, on inputs of size one.
+
+    A bias of zero is stored without any rounding, but what a change of basis leaves of it is only known to that of the map.
+    """
+    for name, variance in variances.items():
+        of = name.removesuffix("_bias")
+        if of != name and of in variances:
+            kept = {label.space for label in specs[name].axes}
+            axes = [i for i, label in enumerate(specs[of].axes) if label.space not in kept]
+            variances[name] = variance + variances[of].sum(axes)
+
+
 def residuals(
     pair: Pair, element: Mapping[str, Element], seed: int = 0, progress: Callable[[int, int], None] | None = None
 ) -> list[Residual]:
@@ -173,6 +186,8 @@ def _block_residuals(
     specs = tensors(pair.folded)
     variances = [{name: _smoothed(x, specs[name].axis("stream") or 0) for name, x in total.items()} for total in square]
     del square
+    for variance in variances:
+        _beside_maps(variance, specs)
     whole = normal if large is None else [pair.fold(block) for block in raw]
     for name in [name for name, spec in specs.items() if spec.layer == index]:
         axis = specs[name].axis("vocabulary")
