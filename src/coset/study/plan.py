@@ -192,15 +192,25 @@ def _telling(group: Sequence[Setting]) -> list[str]:
     return keys
 
 
-_NAMED = ("learning_steps", "task", "model", "pe", "scope", "seeds", "matchers", "ablations")
+_NAMED = ("task", "model", "pe", "scope", "seeds", "matchers", "ablations")
 _FURTHER = (
     "path",
     *(key for key in Model.model_fields if key not in _NAMED),
     "freeze",
     *(key for key in Data.model_fields if key not in (*_NAMED, "path")),
     *Training.model_fields,
+    "learning_steps",
 )
-_SHORT = {"layers": "l", "width": "d", "heads": "h", "kv_heads": "kv", "rope_base": "base", "mlp_width": "m", "context": "c"}
+_SHORT = {
+    "layers": "l",
+    "width": "d",
+    "heads": "h",
+    "kv_heads": "kv",
+    "rope_base": "base",
+    "mlp_width": "m",
+    "context": "c",
+    "learning_steps": "learn",
+}
 
 
 def _stem(setting: Setting) -> str:
