@@ -194,7 +194,7 @@ def refusals() -> list[tuple[str, Architecture, torch.Tensor, torch.Tensor | Non
         (r"0\.\.12", lm, ids + 13, None),
         ("at least 2 tokens", lm, ids[:, :1], None),
         ("nothing to score", lm, ids, torch.full_like(ids, IGNORED)),
-        ("without a head", replace(lm, outputs=StreamOutput()), ids, None),
+        ("no head is modelled", replace(lm, outputs=StreamOutput()), ids, None),
     ]
 
 

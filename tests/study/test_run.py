@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,16 @@ class Killer(threading.Thread):
         self.output, self.victims, self.killed = output, victims, 0
 
     def run(self) -> None:
-        wait_for(lambda: in_mid_training(self.output) and bool(self.victims()))
-        os.kill(self.victims()[0], signal.SIGKILL)
-        self.killed = 1
+        wait_for(self.strike, seconds=600)  # a busy machine takes minutes to start Ray
+
+    def strike(self) -> bool:
+        for pid in self.victims() if in_mid_training(self.output) else []:
+            # It may have ended by itself since.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.killed = 1
+                return True
+        return False
 
 
 def ray_workers() -> list[int]:

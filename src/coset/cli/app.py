@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from inspect import BoundArguments, Parameter
+from itertools import pairwise
 from typing import Any, TextIO
 
 import cyclopts
@@ -143,7 +144,7 @@ def _check_numbers(flags: Mapping[str, Any]) -> None:
 
 def _check_whole(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
     """Refuse numbers with a fraction for integers, which the parser would round."""
-    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, after in pairwise([*arguments, ""]):
         flag, equals, value = word.partition("=")
         given = flags.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
         text = value if equals else after
