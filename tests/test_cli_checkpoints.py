@@ -378,6 +378,7 @@ def test_unknown_spaces_and_flags(capsys, tmp_path, llama):
     assert "does not exist" in _refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "no/f.png")
     assert "--device: 'magic' is not available" in _refused(capsys, tmp_path, *barrier, "--device", "magic")
     assert "--device: 'meta' is not available" in _refused(capsys, tmp_path, *barrier, "--device", "meta")
+    assert "these inputs have a length of their own" in _refused(capsys, tmp_path, *barrier, "--length", 5)
     assert "no such data file" in _refused(capsys, tmp_path, "barrier", llama, llama, "--data", tmp_path / "none.txt")
     save_file({"input_ids": torch.full((2, 9), VOCABULARY)}, data)
     assert "token ids must lie in 0..96" in _refused(capsys, tmp_path, *barrier)
