@@ -166,7 +166,7 @@ class MatchingFlags:
 
     matcher: Literal["weights", "probes", "self", "activations", "search", "learned"] | None = None
     """What is compared: weights, or what both models compute on random inputs (probes), on text that they write (self) or on your data
-    (activations); search then tries orders of heads, and learned follows gradients, both for the loss halfway. Default: weights; of
+    (activations); search then tries orders of heads, and learned follows gradients, for the loss between them. Default: weights; of
     barrier, none."""
 
     spaces: str | None = None
