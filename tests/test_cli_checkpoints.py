@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from checkpoint_zoo import VOCABULARY, saved
+from command_line import refused, run_json
 from coset.cli.app import run
 
 SCRIPT = str(Path(sys.executable).with_name("coset"))
@@ -26,34 +27,11 @@ def llama(tmp_path):
     return saved(tmp_path, "llama")
 
 
-def _json(capsys, *words):
-    capsys.readouterr()
-    assert run([*map(str, words), "--json", "--quiet"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
-
-
-def _refused(capsys, folder, *words, lines=1):
-    """Run words that must fail: exit code 2, so many lines, and not one file or folder more or less below `folder`. Returns the message."""
-    before = sorted(folder.rglob("*"))
-    capsys.readouterr()
-    assert run([*map(str, words), "--quiet"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("coset: error: ")
-    assert "unexpected" not in err.splitlines()[0]
-    if lines is not None:
-        assert len(err.splitlines()) == lines, err
-    assert sorted(folder.rglob("*")) == before
-    return err
-
-
 # --- what scripts rely on ---------------------------------------------------------------------------------------------
 
 
 def test_inspect(capsys, llama):
-    found = _json(capsys, "inspect", llama)
+    found = run_json(capsys, "inspect", llama)
     assert found["architecture"]["family"] == "llama"
     assert found["architecture"]["positional_encoding"].startswith("RoPE on 5 planes")
     assert found["symmetry"]["layers"][0]["qk"] == {"group": "(C^×)^5", "copies": 3, "dimension": 30} | {
@@ -66,30 +44,30 @@ def test_inspect(capsys, llama):
 
 def test_scramble_align_apply_merge_barrier(capsys, tmp_path, llama):
     other, out, g = tmp_path / "other", tmp_path / "out", tmp_path / "g.safetensors"
-    found = _json(capsys, "scramble", llama, "-o", other, "--seed", 7, "--spaces", "heads,qk,vo,neurons", "--transform", g)
+    found = run_json(capsys, "scramble", llama, "-o", other, "--seed", 7, "--spaces", "heads,qk,vo,neurons", "--transform", g)
     assert (found["output"], found["seed"], found["transform"]) == (str(other), 7, str(g))
     assert found["rounding"] < 1e-7
-    found = _json(capsys, "align", llama, other, "-o", out, "--spaces", "heads,neurons", "--matcher", "weights")
+    found = run_json(capsys, "align", llama, other, "-o", out, "--spaces", "heads,neurons", "--matcher", "weights")
     assert [d["layer"] for d in found["distances"]] == [None, 0, 1]
     assert all(d["after"] < 1e-5 for d in found["distances"])
     assert all(d["before"] > 0.1 for d in found["distances"][1:])
-    _json(capsys, "apply", g, llama, "-o", tmp_path / "again")
+    run_json(capsys, "apply", g, llama, "-o", tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").stat().st_size == (other / "model.safetensors").stat().st_size
-    _json(capsys, "apply", g, other, "-o", tmp_path / "back", "--inverse")
-    found = _json(capsys, "merge", llama, other, tmp_path / "back", "-o", tmp_path / "merged", "--weight", 0.5)
+    run_json(capsys, "apply", g, other, "-o", tmp_path / "back", "--inverse")
+    found = run_json(capsys, "merge", llama, other, tmp_path / "back", "-o", tmp_path / "merged", "--weight", 0.5)
     assert found["weights"] == [0.5, 0.25, 0.25]
     assert found["aligned"] is True
 
     data = tmp_path / "data.safetensors"
     save_file({"input_ids": torch.randint(6, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(0))}, data)
     plot = tmp_path / "barrier.png"
-    found = _json(capsys, "barrier", llama, other, "--data", data, "--points", 5, "--plot", plot)
+    found = run_json(capsys, "barrier", llama, other, "--data", data, "--points", 5, "--plot", plot)
     assert found["points"] == [0, 0.25, 0.5, 0.75, 1]
     assert found["loss_barrier"] > 0.05
     assert found["loss"][0] == pytest.approx(found["loss"][-1], rel=1e-5)
     assert found["definition"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert _json(capsys, "barrier", llama, out, "--data", data, "--points", 3)["loss_barrier"] < 1e-5
+    assert run_json(capsys, "barrier", llama, out, "--data", data, "--points", 3)["loss_barrier"] < 1e-5
     loss = transformers.LlamaForCausalLM.from_pretrained(llama)(**(batch := load_file(data)), labels=batch["input_ids"]).loss.detach()
     assert found["loss"][0] == pytest.approx(float(loss), rel=1e-5)
 
@@ -115,13 +93,13 @@ def test_barrier_reads_text_with_the_tokenizer_of_the_checkpoint(capsys, tmp_pat
     tokenizer.save(str(llama / "tokenizer.json"))
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{7 * i % VOCABULARY}" for i in range(100)))
-    found = _json(capsys, "barrier", llama, llama, "--data", text, "--points", 2, "--length", 20)
+    found = run_json(capsys, "barrier", llama, llama, "--data", text, "--points", 2, "--length", 20)
     ids = torch.tensor([[7 * (20 * j + i) % VOCABULARY for i in range(20)] for j in range(5)])
     loss = transformers.LlamaForCausalLM.from_pretrained(llama)(input_ids=ids, labels=ids).loss.detach()
     assert found["loss"][0] == pytest.approx(float(loss), rel=1e-5)
-    message = _refused(capsys, tmp_path, "barrier", llama, llama, "--data", text, "--length", 1000)
+    message = refused(capsys, tmp_path, "barrier", llama, llama, "--data", text, "--length", 1000)
     assert "length" in message
-    assert "too few" in _refused(capsys, tmp_path, "barrier", llama, llama, "--data", text, "--length", 150)
+    assert "too few" in refused(capsys, tmp_path, "barrier", llama, llama, "--data", text, "--length", 150)
 
 
 def test_barrier_of_classifiers(capsys, tmp_path):
@@ -130,7 +108,7 @@ def test_barrier_of_classifiers(capsys, tmp_path):
     data = tmp_path / "data.safetensors"
     inputs, targets = torch.randn(6, 143, 48, generator=generator), torch.randint(0, 5, (6,), generator=generator)
     save_file({"inputs": inputs, "targets": targets}, data)
-    found = _json(capsys, "barrier", one, two, "--data", data, "--points", 3)
+    found = run_json(capsys, "barrier", one, two, "--data", data, "--points", 3)
     images = torch.nn.functional.fold(inputs.mT, (52, 44), (4, 4), stride=(4, 4))
     logits = transformers.ViTForImageClassification.from_pretrained(one)(images).logits
     assert found["loss"][0] == pytest.approx(float(torch.nn.functional.cross_entropy(logits.detach(), targets)), rel=1e-5)
@@ -238,7 +216,7 @@ def test_corrupt_checkpoints(capsys, tmp_path, llama, corrupt, words, lines):
     corrupt(bad)
     out = tmp_path / "out"
     for command in (["scramble", bad], ["align", llama, bad], ["align", bad, llama], ["merge", llama, bad]):
-        message = _refused(capsys, tmp_path, *command, "-o", out, lines=lines)
+        message = refused(capsys, tmp_path, *command, "-o", out, lines=lines)
         assert any(part in message for part in words.split("|")), message
         assert "bad" in message
 
@@ -248,15 +226,15 @@ def test_index_and_shards(capsys, tmp_path):
     shard = sorted(path.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.unlink()
-    assert f"the index names {shard.name}" in _refused(capsys, tmp_path, "scramble", path, "-o", tmp_path / "out")
+    assert f"the index names {shard.name}" in refused(capsys, tmp_path, "scramble", path, "-o", tmp_path / "out")
     shard.write_bytes(content[:-1])
-    assert "truncated" in _refused(capsys, tmp_path, "scramble", path, "-o", tmp_path / "out")
+    assert "truncated" in refused(capsys, tmp_path, "scramble", path, "-o", tmp_path / "out")
     shard.write_bytes(content)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     homes = list(index["weight_map"].values())
     index["weight_map"].pop(next(name for name, home in index["weight_map"].items() if homes.count(home) > 1))
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "index and shards disagree" in _refused(capsys, tmp_path, "scramble", path, "-o", tmp_path / "out", lines=None)
+    assert "index and shards disagree" in refused(capsys, tmp_path, "scramble", path, "-o", tmp_path / "out", lines=None)
 
 
 # --- pairs that cannot be compared --------------------------------------------------------------------------------------
@@ -279,22 +257,22 @@ def test_pairs_that_cannot_be_compared(capsys, tmp_path, llama, changes, words, 
         setattr(config, key, value)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
     for verb in ("align", "merge"):
-        message = _refused(capsys, tmp_path, verb, llama, tmp_path / "other", "-o", tmp_path / "out", lines=lines)
+        message = refused(capsys, tmp_path, verb, llama, tmp_path / "other", "-o", tmp_path / "out", lines=lines)
         assert words in message
         assert "cannot be compared" in message.splitlines()[0]
     save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, tmp_path / "data.safetensors")
-    assert words in _refused(capsys, tmp_path, "barrier", llama, tmp_path / "other", "--data", tmp_path / "data.safetensors", lines=lines)
+    assert words in refused(capsys, tmp_path, "barrier", llama, tmp_path / "other", "--data", tmp_path / "data.safetensors", lines=lines)
 
 
 def test_other_families_and_tokenizers(capsys, tmp_path, llama):
     other = saved(tmp_path, "qwen2")
-    message = _refused(capsys, tmp_path, "align", llama, other, "-o", tmp_path / "out", lines=None)
+    message = refused(capsys, tmp_path, "align", llama, other, "-o", tmp_path / "out", lines=None)
     assert "model_type: 'llama' against 'qwen2'" in message
     copy = tmp_path / "copy"
     shutil.copytree(llama, copy)
     for folder, word in ((llama, "a"), (copy, "b")):
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": {word: 0}}, "padding": word}))
-    message = _refused(capsys, tmp_path, "merge", llama, copy, "-o", tmp_path / "out", lines=2)
+    message = refused(capsys, tmp_path, "merge", llama, copy, "-o", tmp_path / "out", lines=2)
     assert "tokenizer.json differs" in message
     (copy / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0}}, "padding": None}))
     assert run(["merge", str(llama), str(copy), "-o", str(tmp_path / "out"), "--quiet"]) == 0
@@ -304,7 +282,7 @@ def test_comparing_reads_no_weights(capsys, tmp_path, llama):
     """The refusal comes before weights are read: NaN in them is not what the message is about."""
     other = saved(tmp_path, "qwen2")
     nan(other)
-    assert "NaN" not in _refused(capsys, tmp_path, "align", llama, other, "-o", tmp_path / "out", lines=None)
+    assert "NaN" not in refused(capsys, tmp_path, "align", llama, other, "-o", tmp_path / "out", lines=None)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------------------
@@ -314,74 +292,74 @@ def test_outputs_that_are_not_allowed(capsys, tmp_path, llama):
     other = tmp_path / "other"
     assert run(["scramble", str(llama), "-o", str(other), "--quiet"]) == 0
     for command in (["scramble", llama], ["align", llama, other], ["merge", llama, other]):
-        assert "is the input" in _refused(capsys, tmp_path, *command, "-o", llama)
-        assert "is the input" in _refused(capsys, tmp_path, *command, "-o", llama, "--overwrite")
-        assert "inside one another" in _refused(capsys, tmp_path, *command, "-o", llama / "out")
-        assert "does not exist" in _refused(capsys, tmp_path, *command, "-o", tmp_path / "no/out")
-        assert "cannot write" in _refused(capsys, tmp_path, *command, "-o", "/proc/coset-out")
+        assert "is the input" in refused(capsys, tmp_path, *command, "-o", llama)
+        assert "is the input" in refused(capsys, tmp_path, *command, "-o", llama, "--overwrite")
+        assert "inside one another" in refused(capsys, tmp_path, *command, "-o", llama / "out")
+        assert "does not exist" in refused(capsys, tmp_path, *command, "-o", tmp_path / "no/out")
+        assert "cannot write" in refused(capsys, tmp_path, *command, "-o", "/proc/coset-out")
         (tmp_path / "exists").mkdir()
         (tmp_path / "exists/file").touch()
-        assert "already exists" in _refused(capsys, tmp_path, *command, "-o", tmp_path / "exists")
-        assert "refusing to overwrite" in _refused(capsys, tmp_path, *command, "-o", tmp_path / "exists", "--overwrite")
+        assert "already exists" in refused(capsys, tmp_path, *command, "-o", tmp_path / "exists")
+        assert "refusing to overwrite" in refused(capsys, tmp_path, *command, "-o", tmp_path / "exists", "--overwrite")
         shutil.rmtree(tmp_path / "exists")
-    assert "is the input" in _refused(capsys, tmp_path, "align", llama, other, "-o", other, "--overwrite")
+    assert "is the input" in refused(capsys, tmp_path, "align", llama, other, "-o", other, "--overwrite")
 
 
 def test_elements_and_their_files(capsys, tmp_path, llama):
     g = tmp_path / "g.safetensors"
     assert run(["scramble", str(llama), "-o", str(tmp_path / "other"), "--transform", str(g), "--quiet"]) == 0
     scramble = ("scramble", llama, "-o", tmp_path / "out", "--transform")
-    assert "already exists" in _refused(capsys, tmp_path, *scramble, g)
-    assert "does not exist" in _refused(capsys, tmp_path, *scramble, tmp_path / "no/g.safetensors")
-    assert "inside a checkpoint folder" in _refused(capsys, tmp_path, *scramble, llama / "g.safetensors")
-    assert "a folder" in _refused(capsys, tmp_path, *scramble, tmp_path, "--overwrite")
-    assert "cannot write" in _refused(capsys, tmp_path, *scramble, "/proc/coset-g.safetensors")
+    assert "already exists" in refused(capsys, tmp_path, *scramble, g)
+    assert "does not exist" in refused(capsys, tmp_path, *scramble, tmp_path / "no/g.safetensors")
+    assert "inside a checkpoint folder" in refused(capsys, tmp_path, *scramble, llama / "g.safetensors")
+    assert "a folder" in refused(capsys, tmp_path, *scramble, tmp_path, "--overwrite")
+    assert "cannot write" in refused(capsys, tmp_path, *scramble, "/proc/coset-g.safetensors")
     qwen = saved(tmp_path, "qwen2")
     apply = ("apply", g, llama, "-o", tmp_path / "out")
-    refusal = _refused(capsys, tmp_path, "apply", g, qwen, "-o", tmp_path / "out", lines=None)
+    refusal = refused(capsys, tmp_path, "apply", g, qwen, "-o", tmp_path / "out", lines=None)
     assert "another architecture" in refusal
     assert "the checkpoint has" in refusal.splitlines()[1]
     for verb in (("scramble", llama, "-o", tmp_path / "out"), ("align", llama, llama, "-o", tmp_path / "out"), ("compare", llama, llama)):
-        assert "is a .safetensors file, got" in _refused(capsys, tmp_path, *verb, "--transform", tmp_path / "g.txt")
+        assert "is a .safetensors file, got" in refused(capsys, tmp_path, *verb, "--transform", tmp_path / "g.txt")
     # Copies: a file that is cut short under a memory map ends the process.
     content, tensors = g.read_bytes(), {name: tensor.clone() for name, tensor in load_file(g).items()}
     metadata = _header(g)[0]["__metadata__"]
     g.write_bytes(content[: len(content) // 2])
-    assert "not a readable safetensors file" in _refused(capsys, tmp_path, *apply)
+    assert "not a readable safetensors file" in refused(capsys, tmp_path, *apply)
     tensors["element/stream/"] = tensors["element/stream/"] + 0.01
     save_file(tensors, g, metadata)
-    assert "does not belong to the symmetry group" in _refused(capsys, tmp_path, *apply)
+    assert "does not belong to the symmetry group" in refused(capsys, tmp_path, *apply)
 
 
 def test_unknown_spaces_and_flags(capsys, tmp_path, llama):
-    assert "choose from heads, qk" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "heads,mlp")
-    assert "none given" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", ",")
-    assert "nothing can move" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "shifts")
-    assert "weight" in _refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
+    assert "choose from heads, qk" in refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "heads,mlp")
+    assert "none given" in refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", ",")
+    assert "nothing can move" in refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "shifts")
+    assert "weight" in refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
     contradiction = ("merge", llama, llama, "-o", tmp_path / "out", "--no-align", "--spaces", "heads")
-    assert "--spaces: it says how to align" in _refused(capsys, tmp_path, *contradiction)
-    assert "--matcher" in _refused(capsys, tmp_path, "align", llama, llama, "-o", tmp_path / "out", "--matcher", "magic")
+    assert "--spaces: it says how to align" in refused(capsys, tmp_path, *contradiction)
+    assert "--matcher" in refused(capsys, tmp_path, "align", llama, llama, "-o", tmp_path / "out", "--matcher", "magic")
     data = tmp_path / "data.safetensors"
     save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, data)
     barrier = ("barrier", llama, llama, "--data", data)
-    assert "--points: expected an integer from 2 to 100000, got 1" in _refused(capsys, tmp_path, *barrier, "--points", 1)
+    assert "--points: expected an integer from 2 to 100000, got 1" in refused(capsys, tmp_path, *barrier, "--points", 1)
     for flag in ("--points", "--length", "--samples", "--batch"):
         for value in (0, -1, 10**12):
-            message = _refused(capsys, tmp_path, *barrier, flag, value)
+            message = refused(capsys, tmp_path, *barrier, flag, value)
             assert message.startswith(f"coset: error: {flag}: expected an integer from")
-    assert "--weight: expected a finite number, got nan" in _refused(
+    assert "--weight: expected a finite number, got nan" in refused(
         capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", "nan"
     )
-    assert "--weight: expected a number from 0" in _refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
-    assert "--spaces: hats; choose from" in _refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "hats")
-    assert "unknown kind of figure" in _refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "f.bmp")
-    assert "does not exist" in _refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "no/f.png")
-    assert "--device: 'magic' is not available" in _refused(capsys, tmp_path, *barrier, "--device", "magic")
-    assert "--device: 'meta' is not available" in _refused(capsys, tmp_path, *barrier, "--device", "meta")
-    assert "these inputs have a length of their own" in _refused(capsys, tmp_path, *barrier, "--length", 5)
-    assert "no such data file" in _refused(capsys, tmp_path, "barrier", llama, llama, "--data", tmp_path / "none.txt")
+    assert "--weight: expected a number from 0" in refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
+    assert "--spaces: hats; choose from" in refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "hats")
+    assert "unknown kind of figure" in refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "f.bmp")
+    assert "does not exist" in refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "no/f.png")
+    assert "--device: 'magic' is not available" in refused(capsys, tmp_path, *barrier, "--device", "magic")
+    assert "--device: 'meta' is not available" in refused(capsys, tmp_path, *barrier, "--device", "meta")
+    assert "these inputs have a length of their own" in refused(capsys, tmp_path, *barrier, "--length", 5)
+    assert "no such data file" in refused(capsys, tmp_path, "barrier", llama, llama, "--data", tmp_path / "none.txt")
     save_file({"input_ids": torch.full((2, 9), VOCABULARY)}, data)
-    assert "token ids must lie in 0..96" in _refused(capsys, tmp_path, *barrier)
+    assert "token ids must lie in 0..96" in refused(capsys, tmp_path, *barrier)
 
 
 # --- in a process of its own --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import save_file
 
 from checkpoint_zoo import saved
+from command_line import refused, run_json
 from coset.alignment import Learning, Matching, Solvers, learned
 from coset.alignment.matchers import MATCHERS, SOURCES
 from coset.alignment.sources import sample_text
@@ -81,26 +82,6 @@ def _changes(a, b):
     return max(_gap(two[name], x) for name, x in one.items())
 
 
-def _json(capsys, *words):
-    capsys.readouterr()
-    assert run([*map(str, words), "--json", "--quiet"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
-
-
-def _refused(capsys, folder, *words):
-    before = sorted(folder.rglob("*"))
-    capsys.readouterr()
-    assert run([*map(str, words), "--quiet"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("coset: error: ")
-    assert "unexpected" not in err.splitlines()[0]
-    assert sorted(folder.rglob("*")) == before
-    return err
-
-
 def _flags(matcher, data):
     return {
         "weights": (),
@@ -116,10 +97,10 @@ def _flags(matcher, data):
 def test_other_seeds_keep_their_function(capsys, tmp_path, ids, family, matcher):
     one, two = (_saved(tmp_path, family, seed) for seed in (0, 1))
     out, g = tmp_path / "out", tmp_path / "g.safetensors"
-    found = _json(capsys, "align", one, two, "-o", out, "--matcher", matcher, *_flags(matcher, ids), "--seed", 5, "--transform", g)
+    found = run_json(capsys, "align", one, two, "-o", out, "--matcher", matcher, *_flags(matcher, ids), "--seed", 5, "--transform", g)
     assert _gap(_logits(out), _logits(two)) < 1e-4
     assert _gap(_logits(out), _logits(one)) > 0.1
-    assert _json(capsys, "compare", two, out)["verdict"] == "equivalent"
+    assert run_json(capsys, "compare", two, out)["verdict"] == "equivalent"
     assert found["matcher"] == found["matching"]["matcher"] == matcher
     source = "self" if matcher == "learned" else matcher
     said = {"matcher": matcher, "source": source, "seed": "5", "samples": "80" if matcher == "activations" else "70"}
@@ -134,14 +115,14 @@ def test_other_seeds_keep_their_function(capsys, tmp_path, ids, family, matcher)
     for key, value in said.items():
         assert found["matching"][key] == metadata[f"coset_{key}"] == value
         assert f"- {key}: {value}\n" in card
-    _json(capsys, "apply", g, two, "-o", tmp_path / "again")
+    run_json(capsys, "apply", g, two, "-o", tmp_path / "again")
     assert _changes(out, tmp_path / "again") == 0
 
 
 def test_double_precision_is_kept(capsys, tmp_path, family):
     one, two = (_saved(tmp_path, family, seed, torch.float64) for seed in (0, 1))
     for matcher in ("self", "learned"):
-        _json(capsys, "align", one, two, "-o", tmp_path / matcher, "--matcher", matcher, *_flags(matcher, None))
+        run_json(capsys, "align", one, two, "-o", tmp_path / matcher, "--matcher", matcher, *_flags(matcher, None))
         # Not by transformers, whose norms compute in float32.
         outputs = [forward(m.architecture, m.parameters(), _ids(3, CONTEXT)) for m in map(load, (tmp_path / matcher, two))]
         assert _gap(*outputs) < 1e-11
@@ -150,8 +131,8 @@ def test_double_precision_is_kept(capsys, tmp_path, family):
 @pytest.mark.parametrize("matcher", MATCHERS)
 def test_a_planted_element_comes_back(capsys, tmp_path, ids, family, matcher):
     path, other, out = _saved(tmp_path, family), tmp_path / "other", tmp_path / "out"
-    _json(capsys, "scramble", path, "-o", other, "--seed", 2)
-    found = _json(capsys, "align", path, other, "-o", out, "--matcher", matcher, *_flags(matcher, ids))
+    run_json(capsys, "scramble", path, "-o", other, "--seed", 2)
+    found = run_json(capsys, "align", path, other, "-o", out, "--matcher", matcher, *_flags(matcher, ids))
     assert all(d["before"] > 0.1 for d in found["distances"][1:])
     assert _changes(path, out) < 1e-3
     assert _gap(_logits(out), _logits(path)) < 1e-4
@@ -159,8 +140,8 @@ def test_a_planted_element_comes_back(capsys, tmp_path, ids, family, matcher):
 
 def test_an_untied_output(capsys, tmp_path):
     one, two = (_saved(tmp_path, "gpt2", seed) for seed in (0, 1))
-    found = _json(capsys, "align", one, two, "-o", tmp_path / "out", "--matcher", "self", "--untie", *MADE)
-    tied = _json(capsys, "align", one, two, "-o", tmp_path / "tied", "--matcher", "self", *MADE)
+    found = run_json(capsys, "align", one, two, "-o", tmp_path / "out", "--matcher", "self", "--untie", *MADE)
+    tied = run_json(capsys, "align", one, two, "-o", tmp_path / "tied", "--matcher", "self", *MADE)
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
     assert _gap(_logits(tmp_path / "out"), _logits(two)) < 1e-4
     assert found["history"][-1]["objective"] < tied["history"][-1]["objective"]
@@ -168,31 +149,31 @@ def test_an_untied_output(capsys, tmp_path):
 
 def test_spaces(capsys, tmp_path):
     path = _saved(tmp_path, "llama")
-    _json(capsys, "scramble", path, "-o", tmp_path / "other", "--spaces", "heads,qk,vo")
-    _json(capsys, "align", path, tmp_path / "other", "-o", tmp_path / "out", "--matcher", "probes", "--spaces", "heads", *MADE)
+    run_json(capsys, "scramble", path, "-o", tmp_path / "other", "--spaces", "heads,qk,vo")
+    run_json(capsys, "align", path, tmp_path / "other", "-o", tmp_path / "out", "--matcher", "probes", "--spaces", "heads", *MADE)
     assert _changes(path, tmp_path / "out") < 1e-4
 
 
 def test_encoders(capsys, tmp_path):
     """BERT's masked-language-model head pins the embedding; nobody writes text with it, so random inputs are the default."""
     path, other = saved(tmp_path, "bert"), tmp_path / "other"
-    _json(capsys, "scramble", path, "-o", other)
+    run_json(capsys, "scramble", path, "-o", other)
     for matcher, flags in (("probes", ()), ("learned", ("--steps", 1))):
-        found = _json(capsys, "align", path, other, "-o", tmp_path / matcher, "--matcher", matcher, *MADE, *flags)
+        found = run_json(capsys, "align", path, other, "-o", tmp_path / matcher, "--matcher", matcher, *MADE, *flags)
         assert found["matching"]["source"] == "probes"
         assert _changes(path, tmp_path / matcher) < 1e-3
-    message = _refused(capsys, tmp_path, "align", path, other, "-o", tmp_path / "out", "--matcher", "self")
+    message = refused(capsys, tmp_path, "align", path, other, "-o", tmp_path / "out", "--matcher", "self")
     assert "only a causal language model can write text; use probes" in message
 
 
 def test_images(capsys, tmp_path):
     path, other, data = saved(tmp_path, "vit"), tmp_path / "other", tmp_path / "data.safetensors"
-    _json(capsys, "scramble", path, "-o", other)
+    run_json(capsys, "scramble", path, "-o", other)
     save_file({"inputs": torch.randn(7, 143, 48, generator=torch.Generator().manual_seed(0))}, data)
-    _json(capsys, "align", path, other, "-o", tmp_path / "out", "--matcher", "activations", "--data", data)
+    run_json(capsys, "align", path, other, "-o", tmp_path / "out", "--matcher", "activations", "--data", data)
     assert _changes(path, tmp_path / "out") < 1e-3
     save_file({"inputs": torch.randn(7, 142, 48)}, data)
-    message = _refused(capsys, tmp_path, "align", path, other, "-o", tmp_path / "no", "--matcher", "activations", "--data", data)
+    message = refused(capsys, tmp_path, "align", path, other, "-o", tmp_path / "no", "--matcher", "activations", "--data", data)
     assert "inputs must be floating-point patches [n, patches=143, features=48], got torch.float32 of shape [7, 142, 48]" in message
 
 
@@ -205,7 +186,7 @@ def test_sizes_without_a_context(capsys, tmp_path):
         ("align", ("--matcher", "learned", "--steps", 1, "--match-length", 10**11)),
         ("merge", ("--refit", "--match-samples", 10**12)),
     ):
-        message = _refused(capsys, tmp_path, verb, path, path, "-o", tmp_path / "out", *flags)
+        message = refused(capsys, tmp_path, verb, path, path, "-o", tmp_path / "out", *flags)
         assert "and this machine has" in message
         assert "ask for fewer inputs, or shorter ones" in message
 
@@ -238,7 +219,7 @@ def test_an_interrupted_run_continues(capsys, tmp_path, monkeypatch):
     assert error == "coset: error: interrupted"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, state])
     words = ("align", one, two, "-o", tmp_path / "resumed", "--matcher", "learned", *MADE, "--state", state)
-    assert "belongs to another run" in _refused(capsys, tmp_path, *words, "--steps", 41)
+    assert "belongs to another run" in refused(capsys, tmp_path, *words, "--steps", 41)
     assert command("resumed", "--state", state) == 0
     assert not state.exists()
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "resumed")]
@@ -256,8 +237,8 @@ def test_learning_that_diverges_says_so_and_returns_the_best(tmp_path):
 def test_learning_on_labels(capsys, tmp_path, ids):
     one, two = (_saved(tmp_path, "gpt2", seed) for seed in (0, 1))
     words = ("align", one, two, "-o", tmp_path / "out", "--matcher", "learned", "--task", *STEPS)
-    assert "task" in _refused(capsys, tmp_path, *words)
-    assert _json(capsys, *words, "--data", ids)["matching"]["loss"] == "task"
+    assert "task" in refused(capsys, tmp_path, *words)
+    assert run_json(capsys, *words, "--data", ids)["matching"]["loss"] == "task"
 
 
 # --- merge ------------------------------------------------------------------------------------------------------------
@@ -268,7 +249,7 @@ def test_several_models_in_any_order(capsys, tmp_path, matcher):
     models = [_saved(tmp_path, "llama", seed) for seed in range(3)]
     flags = (*_flags(matcher, None), "--spaces", "heads,neurons")
     for name, order in (("one", (1, 2)), ("two", (2, 1))):
-        found = _json(capsys, "merge", models[0], *(models[i] for i in order), "-o", tmp_path / name, "--matcher", matcher, *flags)
+        found = run_json(capsys, "merge", models[0], *(models[i] for i in order), "-o", tmp_path / name, "--matcher", matcher, *flags)
     assert found["matcher"] == matcher
     assert found["on_the_line"] is True
     assert _changes(tmp_path / "one", tmp_path / "two") < 1e-6
@@ -291,10 +272,10 @@ def test_models_too_large_to_hold_together_are_merged_one_by_one(tmp_path, monke
 
 def test_refit(capsys, tmp_path, ids, family):
     models = [_saved(tmp_path, family, seed) for seed in range(3)]
-    merged = _json(capsys, "merge", *models, "-o", tmp_path / "merged", "--matcher", "self", *MADE)
+    merged = run_json(capsys, "merge", *models, "-o", tmp_path / "merged", "--matcher", "self", *MADE)
     assert "refit" not in merged
     for name, flags in (("self", ("--matcher", "self", *MADE)), ("data", ("--matcher", "activations", "--data", ids))):
-        found = _json(capsys, "merge", *models, "-o", tmp_path / name, "--refit", *flags)
+        found = run_json(capsys, "merge", *models, "-o", tmp_path / name, "--refit", *flags)
         assert found["on_the_line"] is False
         assert found["refit"]["heldout_disagreement_after"] < found["refit"]["heldout_disagreement_before"]
         assert found["matching"]["refit_source"] == {"data": "activations"}.get(name, "self")
@@ -337,9 +318,9 @@ def test_several_models_are_matched_with_the_solvers_that_were_asked_for(tmp_pat
 
 def test_a_refit_of_copies_changes_nothing(capsys, tmp_path, ids):
     path, other = _saved(tmp_path, "llama"), tmp_path / "other"
-    _json(capsys, "scramble", path, "-o", other)
+    run_json(capsys, "scramble", path, "-o", other)
     for name, flags, source in (("made", MADE, "self"), ("data", ("--data", ids), "activations")):
-        found = _json(capsys, "merge", path, other, "-o", tmp_path / name, "--refit", *flags)
+        found = run_json(capsys, "merge", path, other, "-o", tmp_path / name, "--refit", *flags)
         assert (found["matcher"], found["matching"]["refit_source"]) == ("weights", source)
         assert _gap(_logits(tmp_path / name), _logits(path)) < 1e-4
 
@@ -349,12 +330,12 @@ def test_a_refit_of_copies_changes_nothing(capsys, tmp_path, ids):
 
 def test_barrier_aligns_first(capsys, tmp_path, ids, family):
     path, other = _saved(tmp_path, family), tmp_path / "other"
-    _json(capsys, "scramble", path, "-o", other)
+    run_json(capsys, "scramble", path, "-o", other)
     words = ("barrier", path, other, "--data", ids, "--points", 3)
-    naive = _json(capsys, *words)
+    naive = run_json(capsys, *words)
     assert naive["matcher"] is None
     for matcher, flags in (("weights", ()), ("self", MADE), ("activations", ()), ("activations", ("--match-data", ids))):
-        found = _json(capsys, *words, "--matcher", matcher, *flags)
+        found = run_json(capsys, *words, "--matcher", matcher, *flags)
         assert found["matcher"] == found["matching"]["matcher"] == matcher
         assert found["loss"][0] == pytest.approx(naive["loss"][0], rel=1e-5)
         # Random models guess at random, so halfway may be better than the ends; between copies it is neither.
@@ -375,8 +356,8 @@ def test_flags_name_every_matcher_and_source():
 def test_data_that_do_not_fit(capsys, tmp_path):
     path, data = _saved(tmp_path, "gpt2"), tmp_path / "data.safetensors"
     words = ("align", path, path, "-o", tmp_path / "out", "--matcher", "activations")
-    assert "activations" in _refused(capsys, tmp_path, *words)
-    assert "no such data file" in _refused(capsys, tmp_path, *words, "--data", data)
+    assert "activations" in refused(capsys, tmp_path, *words)
+    assert "no such data file" in refused(capsys, tmp_path, *words, "--data", data)
     for tensors, message in (
         ({"input_ids": _ids(5, 31)}, "sequences of 31 tokens are longer than the model's context of 30"),
         ({"input_ids": _ids(5, 9) + 1}, "token ids must lie in 0..36, got"),
@@ -392,12 +373,12 @@ def test_data_that_do_not_fit(capsys, tmp_path):
         ({"inputs": _ids(5, 9), "targets": torch.full((5, 9), -100)}, "every target is -100"),
     ):
         save_file(tensors, data)
-        assert message in _refused(capsys, tmp_path, *words, "--data", data)
+        assert message in refused(capsys, tmp_path, *words, "--data", data)
     # What would be cut off is looked at, too.
     save_file({"inputs": _ids(5, 9), "targets": _ids(6, 9)}, data)
-    assert "targets must be int64 of shape [5, 9]" in _refused(capsys, tmp_path, *words, "--data", data, "--match-samples", 3)
+    assert "targets must be int64 of shape [5, 9]" in refused(capsys, tmp_path, *words, "--data", data, "--match-samples", 3)
     save_file({"input_ids": _ids(1, 9)}, data)
-    assert "at least two inputs" in _refused(capsys, tmp_path, *words[:-1], "learned", "--data", data)
+    assert "at least two inputs" in refused(capsys, tmp_path, *words[:-1], "learned", "--data", data)
 
 
 def test_targets_that_nobody_reads(capsys, tmp_path):
@@ -415,16 +396,16 @@ def test_targets_that_nobody_reads(capsys, tmp_path):
         save_file({"inputs": inputs, "targets": targets}, data)
         words = ("align", path, path, "-o", tmp_path / "out", "--matcher", "activations", "--data", data, "--overwrite")
         if message is None:
-            _json(capsys, *words)
+            run_json(capsys, *words)
         else:
-            assert f"{data}: {message}" in _refused(capsys, tmp_path, *words)
+            assert f"{data}: {message}" in refused(capsys, tmp_path, *words)
 
 
 def test_a_barrier_looks_at_its_data_before_it_matches(capsys, tmp_path, monkeypatch):
     path, data = saved(tmp_path, "bert", "base"), tmp_path / "data.safetensors"
     save_file({"input_ids": torch.ones(7, 5, dtype=torch.int64)}, data)
     monkeypatch.setattr("coset.checkpoint.curves.find", None)
-    message = _refused(capsys, tmp_path, "barrier", path, path, "--data", data, "--matcher", "weights")
+    message = refused(capsys, tmp_path, "barrier", path, path, "--data", data, "--matcher", "weights")
     assert f"{data}: no head is modelled here" in message
 
 
@@ -434,18 +415,18 @@ def test_texts(capsys, tmp_path):
     path, text = _saved(tmp_path, "gpt2"), tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i % VOCABULARY}" for i in range(200)))
     words = ("align", path, path, "-o", tmp_path / "out", "--matcher", "activations", "--data", text)
-    assert "no tokenizer.json" in _refused(capsys, tmp_path, *words)
+    assert "no tokenizer.json" in refused(capsys, tmp_path, *words)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
-    found = _json(capsys, *words)
+    found = run_json(capsys, *words)
     assert (found["matching"]["samples"], found["matching"]["length"]) == ("6", "30")
     other = (*words[:4], tmp_path / "other", *words[5:])
-    assert "windows of 31 tokens: they hold at least 2, and the model's context is 30" in _refused(
+    assert "windows of 31 tokens: they hold at least 2, and the model's context is 30" in refused(
         capsys, tmp_path, *other, "--match-length", 31
     )
     text.write_text("w1 w2 w3")
-    assert "3 tokens are too few for one window of 30" in _refused(capsys, tmp_path, *other)
+    assert "3 tokens are too few for one window of 30" in refused(capsys, tmp_path, *other)
 
 
 @pytest.mark.parametrize(
@@ -482,24 +463,24 @@ def test_texts(capsys, tmp_path):
 def test_flags_that_do_not_go_together(capsys, tmp_path, ids, flags, message):
     path = _saved(tmp_path, "gpt2")
     flags = [ids if flag == "DATA" else flag for flag in flags]
-    assert message in _refused(capsys, tmp_path, "align", path, path, "-o", tmp_path / "out", *flags)
+    assert message in refused(capsys, tmp_path, "align", path, path, "-o", tmp_path / "out", *flags)
 
 
 def test_merges_and_barriers_that_make_no_sense(capsys, tmp_path, ids):
     path = _saved(tmp_path, "gpt2")
     state = tmp_path / "s.safetensors"
     merges = ("merge", path, path, "-o", tmp_path / "out")
-    assert "error: --refit: it aims" in _refused(capsys, tmp_path, *merges, "--refit", "--weight", 0.5)
-    assert "and align" in _refused(capsys, tmp_path, *merges, "--refit", "--no-align")
-    assert "--matcher, --seed: it says how to align" in _refused(capsys, tmp_path, *merges, "--no-align", "--matcher", "self", "--seed", 1)
-    assert "--data: it says how to align" in _refused(capsys, tmp_path, *merges, "--no-align", "--data", ids)
+    assert "error: --refit: it aims" in refused(capsys, tmp_path, *merges, "--refit", "--weight", 0.5)
+    assert "and align" in refused(capsys, tmp_path, *merges, "--refit", "--no-align")
+    assert "--matcher, --seed: it says how to align" in refused(capsys, tmp_path, *merges, "--no-align", "--matcher", "self", "--seed", 1)
+    assert "--data: it says how to align" in refused(capsys, tmp_path, *merges, "--no-align", "--data", ids)
     several = ("merge", path, path, path, "-o", tmp_path / "out", "--matcher", "learned", "--state", state)
-    assert "one state serves one pair" in _refused(capsys, tmp_path, *several)
+    assert "one state serves one pair" in refused(capsys, tmp_path, *several)
     inside = ("align", path, path, "-o", tmp_path / "out", "--matcher", "learned", "--state", path / "s")
-    assert "inside a checkpoint folder" in _refused(capsys, tmp_path, *inside)
+    assert "inside a checkpoint folder" in refused(capsys, tmp_path, *inside)
     state.write_text("not a state")
     garbage = ("align", path, path, "-o", tmp_path / "out", "--matcher", "learned", *MADE, "--state", state)
-    assert "not a readable state" in _refused(capsys, tmp_path, *garbage)
+    assert "not a readable state" in refused(capsys, tmp_path, *garbage)
     barriers = ("barrier", path, path, "--data", ids, "--points", 2)
-    assert "--spaces: it says how to align" in _refused(capsys, tmp_path, *barriers, "--spaces", "heads")
-    assert "--match-data: it says how to align" in _refused(capsys, tmp_path, *barriers, "--match-data", ids)
+    assert "--spaces: it says how to align" in refused(capsys, tmp_path, *barriers, "--spaces", "heads")
+    assert "--match-data: it says how to align" in refused(capsys, tmp_path, *barriers, "--match-data", ids)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from coset.alignment.pair import Progress
-from coset.checkpoint.compatible import require_comparable
+from coset.checkpoint.compatible import require_comparable, tied_beside_untied
 from coset.checkpoint.files import DTYPES, raw
 from coset.checkpoint.layout import check_finite
 from coset.checkpoint.model import Model, load, untie
@@ -101,8 +101,7 @@ def compare(
         cannot be written.
     """
     a, b = load(first, legacy), load(second, legacy)
-    # A tied model compared with an untied one is an untied one whose two tables are equal.
-    apart = [model.architecture.tied and not other.architecture.tied for model, other in ((a, b), (b, a))]
+    apart = tied_beside_untied((a, b))
     seen = [untie(model) if alone else model for model, alone in zip((a, b), apart, strict=True)]
     require_comparable(*seen)
     if transform is not None:

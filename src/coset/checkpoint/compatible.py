@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,12 @@ def _tokenizer(folder: Path, name: str) -> Any:
         return {key: content.get(key) for key in ("model", "added_tokens", "pre_tokenizer", "normalizer")}
     except (ValueError, AttributeError):
         return file.read_bytes()
+
+
+def tied_beside_untied(models: Sequence[Model]) -> list[bool]:
+    """Which models are tied while another is not: each is the same function as an untied one whose two tables are equal."""
+    tied = [model.architecture.tied for model in models]
+    return [mine and not all(tied) for mine in tied]
 
 
 def require_comparable(reference: Model, other: Model) -> None:

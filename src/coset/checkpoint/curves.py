@@ -11,7 +11,7 @@ import torch
 
 from coset.alignment.matchers import Matching
 from coset.alignment.pair import Progress, Step
-from coset.checkpoint.compatible import require_comparable
+from coset.checkpoint.compatible import require_comparable, tied_beside_untied
 from coset.checkpoint.data import read_data
 from coset.checkpoint.matching import check_state, find, heldout, read_matching_data, record
 from coset.checkpoint.model import load, untie
@@ -104,9 +104,8 @@ def barrier_between(
     except (RuntimeError, AssertionError):
         raise CosetError(f"device: {device!r} is not available here; try cpu") from None
     models = [load(path, legacy) for path in (first, second)]
-    tied = [m.architecture.tied for m in models]
-    # Without a matcher, a tied model beside an untied one is an untied one whose two tables are equal.
-    apart = [how is None and mine and not all(tied) for mine in tied]
+    # A matcher would have to write its result back, tied or not; without one nothing is written.
+    apart = tied_beside_untied(models) if how is None else [False] * len(models)
     seen = [untie(m) if alone else m for m, alone in zip(models, apart, strict=True)]
     require_comparable(*seen)
     if how is None and (match_data is not None or state is not None or spaces is not None):
