@@ -168,7 +168,7 @@ class NeuronFeatures:
     Attributes
     ----------
     covariant
-        ``[up; up bias]``, [.., rows, m]: scales with the neuron.
+        ``[up; up bias]``, [.., rows, m]: scales with the neuron. One row more than `dual` has where there is a bias or a metric.
     dual
         ``down``ᵀ, [.., width, m]: scales inversely.
     plain
@@ -191,6 +191,8 @@ def neuron_features(architecture: Architecture, i: int, p: Parameters, factor: T
 
     def columns(name: str) -> Tensor:
         weight, bias = p[f"{prefix}.{name}"], p.get(f"{prefix}.{name}_bias")
+        if bias is None and factor is None:
+            return weight  # MLPs are most of a layer: no copy
         # The stream axis leads in `stacked`, so experts step behind it and back.
         both = stacked(weight.movedim(-2, 0), bias, factor)
         return both.movedim(0, -2)

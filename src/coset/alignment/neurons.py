@@ -132,11 +132,11 @@ def invariants(group: Group, f: NeuronFeatures) -> Tensor:
     """Numbers [m, k] of every neuron that neither a rotation of the stream nor the neuron's own scale changes.
 
     Norms and inner products of what it reads and writes: they find the neurons' order before anything is known about the stream. Biases
-    (the last feature row) are numbers of their own.
+    (the row behind those of the stream, zero where there are none) are numbers of their own.
     """
     group = group.inner if isinstance(group, Wreath) else group
-    up, bias = f.covariant[..., :-1, :], f.covariant[..., -1, :]
-    down = f.dual
+    down, width = f.dual, f.dual.shape[-2]
+    up, bias = f.covariant[..., :width, :], f.covariant[..., width:, :].sum(-2)
     if isinstance(group, Monomial) and group.scales != "sign":
         size_up, size_down = up.square().sum(-2), down.square().sum(-2)
         fine = (size_up > 0) & (size_down > 0)
@@ -145,8 +145,8 @@ def invariants(group: Group, f: NeuronFeatures) -> Tensor:
     signed = isinstance(group, Monomial) and group.scales != "positive"
     parts = [up.square().sum(-2).sqrt(), down.square().sum(-2).sqrt(), (up * down).sum(-2), bias.abs() if signed else bias]
     if f.plain is not None:
-        gate = f.plain[..., :-1, :]
-        parts += [gate.square().sum(-2).sqrt(), (gate * up).sum(-2) * (gate * down).sum(-2), f.plain[..., -1, :]]
+        gate = f.plain[..., :width, :]
+        parts += [gate.square().sum(-2).sqrt(), (gate * up).sum(-2) * (gate * down).sum(-2), f.plain[..., width:, :].sum(-2)]
     return torch.stack(parts, -1)
 
 

@@ -59,6 +59,7 @@ class Blocks(Mapping[str, Tensor]):
         layer = self.specs[name].layer
         if layer is not None:
             return self.block(layer)[name]
+        self._held = None  # vocabularies are large
         return self.model.tensor("embed.tokens").mT if self.untied and name == "head" else self.model.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
