@@ -258,6 +258,18 @@ def test_figures_are_the_same_bytes_every_time(tmp_path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.png"]
 
 
+def test_a_figure_that_cannot_be_written_leaves_nothing_behind(tmp_path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for name, message in (
+        ("folder.png", "cannot write the figure"),
+        ("no/f.png", "cannot write the figure"),
+        ("f.bmp", "unknown kind of figure"),
+    ):
+        with pytest.raises(CosetError, match=message):
+            save(draw([panel()]), tmp_path / name)
+    assert [p.name for p in tmp_path.rglob("*")] == ["folder.png"]
+
+
 def test_lines_are_means_and_bands_reach_from_lowest_to_highest_pair() -> None:
     axes = draw([panel(height=4.0)]).axes[0]
     assert axes.lines[0].get_ydata()[4] == pytest.approx(1 + 1.5)

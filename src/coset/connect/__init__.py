@@ -2,13 +2,14 @@
 
 from coset.connect.barriers import DEFINITION, Barrier, Curve, barrier, barrier_of, evaluate, percent_of_naive, summarise
 from coset.connect.circuits import interpolate_circuits
-from coset.connect.figures import Panel, draw, save
+from coset.connect.figures import SUFFIXES, Panel, draw, render, save
 from coset.connect.paths import Path, interpolate, segment
 from coset.connect.refitting import Refit, refit
 from coset.objective import Score, score
 
 __all__ = [
     "DEFINITION",
+    "SUFFIXES",
     "Barrier",
     "Curve",
     "Panel",
@@ -23,6 +24,7 @@ __all__ = [
     "interpolate_circuits",
     "percent_of_naive",
     "refit",
+    "render",
     "save",
     "score",
     "segment",

@@ -48,6 +48,14 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 
+_NAMELESS: Mapping[str, Mapping[str, None]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+SUFFIXES = tuple(_NAMELESS)
+"""Kinds of files that figures are written as."""
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -132,10 +140,31 @@ def _check(panels: Sequence[Panel]) -> None:
                 raise CosetError(f"figure: curves of {name} in panel {panel.row} · {panel.column} were measured at different points")
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write `figure` as PNG; the file appears whole or not at all, and holds no date or version."""
+def render(figure: Figure, suffix: str) -> bytes:
+    """The figure as the bytes of a file with a suffix of :data:`SUFFIXES`; they hold no date and no version."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    # Element ids of an SVG are hashed with a random salt unless one is given.
+    with matplotlib.rc_context({"svg.hashsalt": "coset"}):
+        figure.savefig(buffer, format=suffix.removeprefix("."), metadata=_NAMELESS[suffix])
+    return buffer.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write `figure` as what the suffix of `path` says; the file appears whole or not at all, and holds no date or version.
+
+    Raises
+    ------
+    CosetError
+        If the suffix is none of :data:`SUFFIXES`, or the file cannot be written; nothing is then left behind.
+    """
+    if path.suffix not in SUFFIXES:
+        raise CosetError(f"{path}: unknown kind of figure; expected one of {', '.join(SUFFIXES)}")
+    content = render(figure, path.suffix)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(buffer.getvalue())
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError as error:
+        raise CosetError(f"{path}: cannot write the figure: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,12 +1,9 @@
-"""Static figures for documents: PNG through `coset.connect.save`, SVG beside it; the same study gives the same bytes."""
+"""Static figures for documents, as PNG and as SVG; the same study gives the same bytes."""
 
 from __future__ import annotations
 
-import io
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -15,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from coset.connect import save
+from coset.connect import render
 from coset.study.report.analysis import Sweep, encodings, sweeps
 from coset.study.report.names import Look, details, looks, slugs, title
 from coset.study.report.results import Estimate, Setting, Study
@@ -33,8 +30,6 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#E6E6E6",
     "legend.frameon": False,
-    # Element ids of an SVG are hashed with a random salt unless one is given.
-    "svg.hashsalt": "coset",
     # Names come from a configuration: a dollar sign in one starts no formula.
     "text.parse_math": False,
 }
@@ -47,22 +42,9 @@ def figures(study: Study) -> dict[str, bytes]:
     with matplotlib.rc_context(_STYLE):
         found = {}
         for name, figure in _figures(study):
-            found[f"{name}.svg"] = _svg(figure)
-            found[f"{name}.png"] = _png(figure)
+            for suffix in (".svg", ".png"):
+                found[f"{name}{suffix}"] = render(figure, suffix)
     return found
-
-
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
-
-
-def _png(figure: Figure) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "figure.png"
-        save(figure, path)
-        return path.read_bytes()
 
 
 def _figures(study: Study) -> Iterator[tuple[str, Figure]]:
