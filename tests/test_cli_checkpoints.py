@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -113,6 +114,14 @@ def test_barrier_of_classifiers(capsys, tmp_path):
     logits = transformers.ViTForImageClassification.from_pretrained(one)(images).logits
     assert found["loss"][0] == pytest.approx(float(torch.nn.functional.cross_entropy(logits.detach(), targets)), rel=1e-5)
     assert found["accuracy"][0] == pytest.approx(float((logits.argmax(-1) == targets).double().mean()))
+
+
+@pytest.mark.parametrize("verb", ["align", "barrier"])
+def test_help_says_what_data_look_like(capsys, verb):
+    run([verb, "--help"])
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in ("input_ids [n, length]", "inputs [n, patches, features]", "row by row without the class token", "channel"):
+        assert words in told
 
 
 # --- corrupt checkpoints ----------------------------------------------------------------------------------------------
@@ -245,7 +254,17 @@ PAIRS = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, "RoPE frequencies", 2),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, "RoPE frequencies", 2),
     ({"num_hidden_layers": 3}, "layers: 2 against 3", 2),
-    ({"rms_norm_eps": 1e-3}, "eps", None),
+    ({"num_hidden_layers": 3, "intermediate_size": 91}, "every layer: mlp.width", 3),
+    # What follows from one field of a config is not repeated.
+    ({"hidden_size": 66}, "width: 54 against 66", 2),
+    ({"head_dim": 12}, "every layer: attention.head_dim: 10 against 12", 2),
+    ({"head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, "5 planes against 6", 3),
+    ({"rms_norm_eps": 1e-3}, "every layer: attention_norm.eps, mlp_norm.eps; final_norm.eps: ", 2),
+    (
+        {"attention_bias": True},
+        "attention.query_bias, attention.key_bias, attention.value_bias, attention.output_bias: False against True",
+        2,
+    ),
     ({"hidden_act": "gelu", "vocab_size": 89}, "activation: 'silu' against 'gelu'", 3),
 ]
 
@@ -278,6 +297,28 @@ def test_other_families_and_tokenizers(capsys, tmp_path, llama):
     assert run(["merge", str(llama), str(copy), "-o", str(tmp_path / "out"), "--quiet"]) == 0
 
 
+def test_a_tie_has_one_line(capsys, tmp_path, llama):
+    tied = saved(tmp_path, "llama", "tied")
+    message = refused(capsys, tmp_path, "align", llama, tied, "-o", tmp_path / "out", lines=2)
+    assert message.count("(tie_word_embeddings): untie the other as well, or tie both") == 1
+
+
+def test_grids_of_patches_and_tensors_of_every_layer(capsys, tmp_path):
+    one = saved(tmp_path, "vit")
+    config = transformers.ViTConfig.from_pretrained(one)
+    config.image_size = (52, 48)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "wider")
+    message = refused(capsys, tmp_path, "align", one, tmp_path / "wider", "-o", tmp_path / "out", lines=2)
+    assert "inputs.grid: (13, 11) against (13, 12)" in message
+    gpt2 = saved(tmp_path, "gpt2")
+    old = tmp_path / "with buffers"
+    shutil.copytree(gpt2, old)
+    buffers = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 3, 3, dtype=torch.bool) for i in range(2)}
+    _tensors(old, lambda t: t.update(buffers))
+    message = refused(capsys, tmp_path, "align", gpt2, old, "-o", tmp_path / "out", lines=2)
+    assert "tensor transformer.h.*.attn.bias (2 of them) is in only one of the two" in message
+
+
 def test_comparing_reads_no_weights(capsys, tmp_path, llama):
     """The refusal comes before weights are read: NaN in them is not what the message is about."""
     other = saved(tmp_path, "qwen2")
@@ -303,6 +344,73 @@ def test_outputs_that_are_not_allowed(capsys, tmp_path, llama):
         assert "refusing to overwrite" in refused(capsys, tmp_path, *command, "-o", tmp_path / "exists", "--overwrite")
         shutil.rmtree(tmp_path / "exists")
     assert "is the input" in refused(capsys, tmp_path, "align", llama, other, "-o", other, "--overwrite")
+
+
+def _places(folder, name):
+    """Places at which no file can be written, and what is said of them."""
+    (folder / "file").touch()
+    (folder / f"folder{Path(name).suffix}").mkdir(exist_ok=True)
+    (folder / name).touch()
+    return (
+        (folder / "no" / name, (), "the folder .*no does not exist"),
+        (folder / "file" / name, (), "the folder .*file does not exist"),
+        (folder / f"folder{Path(name).suffix}", ("--overwrite",), "is a folder; give a file name"),
+        (folder / name, (), "already exists"),
+        (f"/proc/{name}", (), "cannot write the "),
+        (folder / Path(name).suffix.rjust(250, "n"), (), "cannot write the .*: File name too long"),
+        (folder / f"{Path(name).stem}.txt", (), f"file, got {Path(name).stem}.txt; name it {Path(name).stem}."),
+    )
+
+
+@pytest.mark.parametrize("verb", ["barrier", "certify", "scramble", "align", "compare"])
+def test_files_that_cannot_be_written_are_refused_before_any_work(capsys, tmp_path, monkeypatch, llama, verb):
+    for work in (
+        "checkpoint.curves.barrier",
+        "certificate.certify",
+        "checkpoint.operations.find",
+        "checkpoint.operations.random_transform",
+    ):
+        monkeypatch.setattr(f"coset.{work}", None)
+    monkeypatch.setattr("coset.checkpoint.comparison.compare_sides", None)
+    other, data = saved(tmp_path / "other", "llama", seed=1), tmp_path / "data.safetensors"
+    save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, data)
+    words, name = {
+        "barrier": (("barrier", llama, other, "--data", data, "--plot"), "f.png"),
+        "certify": (("certify", "--plot"), "f.svg"),
+        "scramble": (("scramble", llama, "-o", tmp_path / "out", "--transform"), "g.safetensors"),
+        "align": (("align", llama, other, "-o", tmp_path / "out", "--transform"), "g.safetensors"),
+        "compare": (("compare", llama, other, "--transform"), "g.safetensors"),
+    }[verb]
+    for path, flags, message in _places(tmp_path, name):
+        assert re.search(message, refused(capsys, tmp_path, *words, path, *flags))
+
+
+def test_states_and_folders_that_cannot_be_written_are_refused_before_any_work(capsys, tmp_path, monkeypatch, llama):
+    for work in ("find", "find_all", "random_transform"):
+        monkeypatch.setattr(f"coset.checkpoint.operations.{work}", None)
+    monkeypatch.setattr("coset.checkpoint.curves.find", None)
+    data = tmp_path / "data.safetensors"
+    save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, data)
+    out = ("-o", tmp_path / "out")
+    for words in (("align", llama, llama, *out), ("merge", llama, llama, *out), ("barrier", llama, llama, "--data", data)):
+        for path, _, message in _places(tmp_path, "state"):
+            if "already" not in message and "name it" not in message:  # a state may be there, and be called anything
+                assert re.search(message, refused(capsys, tmp_path, *words, "--matcher", "learned", "--state", path))
+    for words in (("scramble", llama), ("align", llama, llama), ("merge", llama, llama)):
+        for path in ("/proc/out", tmp_path / ("n" * 250)):
+            assert "cannot write the output" in refused(capsys, tmp_path, *words, "-o", path)
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_figures_are_what_their_names_say(capsys, tmp_path, llama, suffix, start):
+    data, plot = tmp_path / "data.safetensors", tmp_path / f"f{suffix}"
+    save_file({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, data)
+    content = []
+    for _ in range(2):
+        run_json(capsys, "barrier", llama, llama, "--data", data, "--points", 2, "--plot", plot, "--overwrite")
+        content.append(plot.read_bytes())
+    assert content[0].startswith(start)
+    assert content[0] == content[1]
 
 
 def test_elements_and_their_files(capsys, tmp_path, llama):
@@ -352,7 +460,7 @@ def test_unknown_spaces_and_flags(capsys, tmp_path, llama):
     )
     assert "--weight: expected a number from 0" in refused(capsys, tmp_path, "merge", llama, llama, "-o", tmp_path / "out", "--weight", 2)
     assert "--spaces: hats; choose from" in refused(capsys, tmp_path, "scramble", llama, "-o", tmp_path / "out", "--spaces", "hats")
-    assert "unknown kind of figure" in refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "f.bmp")
+    assert "the figure is a .png or .svg or .pdf file" in refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "f.bmp")
     assert "does not exist" in refused(capsys, tmp_path, *barrier, "--plot", tmp_path / "no/f.png")
     assert "--device: 'magic' is not available" in refused(capsys, tmp_path, *barrier, "--device", "magic")
     assert "--device: 'meta' is not available" in refused(capsys, tmp_path, *barrier, "--device", "meta")

@@ -1,6 +1,7 @@
 """The matchers on checkpoints, through the command line: what is written computes what it did, and says how it came about."""
 
 import json
+import re
 from typing import get_args, get_type_hints
 
 import pytest
@@ -17,6 +18,7 @@ from coset.checkpoint import load
 from coset.checkpoint.operations import align, merge
 from coset.cli.app import run
 from coset.cli.options import MatchingFlags
+from coset.connect import Refit
 from coset.transformer import forward
 
 VOCABULARY, CONTEXT = 37, 30
@@ -256,6 +258,12 @@ def test_several_models_in_any_order(capsys, tmp_path, matcher):
     objectives = [step["objective"] for step in found["history"]]
     assert objectives == sorted(objectives, reverse=True)
     assert len(objectives) > 1 if matcher == "weights" else not objectives
+    if matcher == "weights":
+        assert run(["merge", *map(str, models), "-o", str(tmp_path / "three")]) == 0
+        assert run(["merge", *map(str, models[:2]), "-o", str(tmp_path / "two models")]) == 0
+        several, pair, _ = " ".join(capsys.readouterr().out.split()).split("Written")
+        assert re.search(r"Matched by weights: objective [\d.]+ \(alignment to the reference\) -> [\d.]+ \(round \d\)\.", several)
+        assert re.search(r"Matched by weights: objective [\d.]+ \(start\) -> [\d.]+ \(", pair)
 
 
 def test_models_too_large_to_hold_together_are_merged_one_by_one(tmp_path, monkeypatch):
@@ -279,7 +287,9 @@ def test_refit(capsys, tmp_path, ids, family):
         assert found["on_the_line"] is False
         assert found["refit"]["heldout_disagreement_after"] < found["refit"]["heldout_disagreement_before"]
         assert found["matching"]["refit_source"] == {"data": "activations"}.get(name, "self")
+        assert found["refit"]["worse"] is False
         card = (tmp_path / name / "COSET.md").read_text()
+        assert "WORSE" not in card
         assert card.startswith("# Refitted model")
         assert "NOT on the line between the models" in card
         assert (tmp_path / name / "config.json").read_bytes() == (models[0] / "config.json").read_bytes()
@@ -288,6 +298,30 @@ def test_refit(capsys, tmp_path, ids, family):
     # The embedding is no linear map of activations: it stays the mean.
     kept, mean = (load(tmp_path / name).parameters()["embed.tokens"] for name in ("self", "merged"))
     assert _gap(kept, mean) < 1e-6
+
+
+def test_a_refit_that_makes_things_worse_says_so_everywhere(capsys, tmp_path, monkeypatch):
+    """Forced: a refit by least squares seldom is, but on few inputs nothing keeps it from it."""
+    models = [_saved(tmp_path, "llama", seed) for seed in range(2)]
+    monkeypatch.setattr(
+        "coset.checkpoint.matching.refit",
+        lambda architecture, merged, ends, inputs, **options: Refit({name: -9 * x for name, x in merged.items()}, ()),
+    )
+    words = ["merge", *map(str, models), "--refit", "--match-samples", "9", "--match-length", "7"]
+    assert run([*words, "-o", str(tmp_path / "json"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["refit"]["worse"] is True
+    assert found["refit"]["heldout_disagreement_after"] > found["refit"]["heldout_disagreement_before"]
+    assert any("made things WORSE" in note for note in found["notes"])
+    assert "coset: warning: refit: it made things WORSE" in err
+    warning = "this model is WORSE than the mean that it was refitted from"
+    assert f"- refit_warning: {warning}\n" in (tmp_path / "json/COSET.md").read_text()
+    assert load(tmp_path / "json").checkpoint.shards[0].metadata["coset_refit_warning"] == warning
+    assert run([*words, "-o", str(tmp_path / "plain"), "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert "WORSE than the plain mean" in " ".join(out.split())
+    assert err == ""
 
 
 def test_a_refit_reads_text_of_every_model(tmp_path, monkeypatch):
@@ -379,6 +413,25 @@ def test_data_that_do_not_fit(capsys, tmp_path):
     assert "targets must be int64 of shape [5, 9]" in refused(capsys, tmp_path, *words, "--data", data, "--match-samples", 3)
     save_file({"input_ids": _ids(1, 9)}, data)
     assert "at least two inputs" in refused(capsys, tmp_path, *words[:-1], "learned", "--data", data)
+
+
+def test_too_few_inputs_are_refused_before_matching(capsys, tmp_path, ids, monkeypatch):
+    path = _saved(tmp_path, "gpt2")
+    for name in ("operations.find", "operations.find_all", "curves.find"):
+        monkeypatch.setattr(f"coset.checkpoint.{name}", None)
+    out = ("-o", tmp_path / "out", "--match-samples", 1)
+    learned, activations = ("--matcher", "learned"), ("--matcher", "activations", "--data", ids)
+    for words in (
+        ("merge", path, path, "--refit", *out),
+        ("merge", path, path, "--refit", "--data", ids, *out),
+        ("merge", path, path, "--refit", *activations, *out),
+        ("merge", path, path, "--refit", "--matcher", "probes", *out),
+        ("merge", path, path, *learned, *out),
+        ("align", path, path, *learned, *out),
+        ("align", path, path, *learned, "--data", ids, *out),
+        ("barrier", path, path, *learned, "--data", ids, *out[2:]),
+    ):
+        assert "expected at least two inputs, one of them to hold out, got 1; ask for more samples" in refused(capsys, tmp_path, *words)
 
 
 def test_targets_that_nobody_reads(capsys, tmp_path):

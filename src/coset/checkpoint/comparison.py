@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,9 +15,8 @@ from coset.checkpoint.compatible import require_comparable, tied_beside_untied
 from coset.checkpoint.files import DTYPES, raw
 from coset.checkpoint.layout import check_finite
 from coset.checkpoint.model import Model, load, untie
-from coset.checkpoint.operations import Blocks
+from coset.checkpoint.operations import Blocks, check_transform_file
 from coset.equivalence import Comparison, Side, compare_sides
-from coset.errors import CosetError
 from coset.invariants import Fingerprint, fingerprint
 
 
@@ -105,7 +103,7 @@ def compare(
     seen = [untie(model) if alone else model for model, alone in zip((a, b), apart, strict=True)]
     require_comparable(*seen)
     if transform is not None:
-        _check_file(Path(transform), (a.path, b.path), overwrite)
+        check_transform_file(transform, (a.path, b.path), overwrite)
     architecture = seen[0].architecture
     if outputs is not None:
         architecture = dataclasses.replace(architecture, probabilities=outputs == "probabilities")
@@ -130,20 +128,6 @@ def _with_invariants(found: Comparison, differing: list[str]) -> Comparison:
     reason = f"tensors outside the architecture, which no symmetry moves, differ: {', '.join(differing)}"
     first = found.first_difference or (None, differing[0])
     return dataclasses.replace(found, verdict="different", first_difference=first, transform=None, reasons=(*found.reasons, reason))
-
-
-def _check_file(path: Path, inputs: tuple[Path, ...], overwrite: bool) -> None:
-    """Refuse before any work a transform file that cannot be written."""
-    if path.is_dir():
-        raise CosetError(f"{path}: the transform file is a folder; give a file name")
-    if path.exists() and not overwrite:
-        raise CosetError(f"{path}: the transform file already exists; give another name, or --overwrite")
-    if not path.parent.is_dir():
-        raise CosetError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if path.suffix != ".safetensors":
-        raise CosetError(f"{path}: a transform is a .safetensors file, got {path.name}; name it {path.stem}.safetensors")
-    if any(folder.resolve() in path.resolve().parents for folder in inputs):
-        raise CosetError(f"{path}: the transform file lies inside a checkpoint folder; choose a place beside it")
 
 
 def fingerprint_of(checkpoint: str | os.PathLike[str], *, legacy: bool = False) -> Fingerprint:

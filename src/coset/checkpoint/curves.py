@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -16,12 +15,11 @@ from coset.checkpoint.data import read_data
 from coset.checkpoint.matching import check_state, find, heldout, read_matching_data, record
 from coset.checkpoint.model import load, untie
 from coset.checkpoint.operations import Blocks, choose_spaces, for_alignment
-from coset.connect import Barrier, Panel, barrier, draw
+from coset.checkpoint.outputs import check_file
+from coset.connect import SUFFIXES, Barrier, Panel, barrier, draw
 from coset.connect import save as save_figure
 from coset.errors import CosetError
 from coset.objective import check_data
-
-FIGURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -86,16 +84,10 @@ def barrier_between(
     Raises
     ------
     CosetError
-        If the two cannot be compared, a head is invariant (its loss is not computed here), the data does not fit, or the device does not
-        exist.
+        If the two cannot be compared, a head is invariant (its loss is not computed here), the data does not fit, the device does not
+        exist, or the figure could not be written.
     """
-    figure = None if plot is None else Path(plot)
-    if figure is not None and figure.suffix not in FIGURES:
-        raise CosetError(f"{figure}: unknown kind of figure; expected one of {', '.join(FIGURES)}")
-    if figure is not None and figure.exists() and not overwrite:
-        raise CosetError(f"{figure}: the figure already exists; give another name, or --overwrite")
-    if figure is not None and not figure.parent.is_dir():
-        raise CosetError(f"{figure}: the folder {figure.parent} does not exist; create it first")
+    figure = None if plot is None else check_file(plot, "figure", suffixes=SUFFIXES, overwrite=overwrite)
     try:
         where = torch.device(device)
         torch.empty(1, device=where)

@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from coset.checkpoint.outputs import check_place
 from coset.errors import CosetError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -368,7 +369,8 @@ def _fill(file: RawIOBase, target: memoryview, path: Path) -> None:
 
 
 def check_output(path: str | os.PathLike[str], inputs: Iterable[Path], overwrite: bool = False) -> None:
-    """Raise where `path` cannot take an output folder: it is an input or lies inside one (or around), or exists without `overwrite`.
+    """Raise where `path` cannot take an output folder: it is an input or lies inside one (or around), exists without `overwrite`, or nothing
+    can be made there.
 
     An existing folder that holds files but no config.json is never replaced: it is not a checkpoint, whatever the flag says.
     """
@@ -380,14 +382,12 @@ def check_output(path: str | os.PathLike[str], inputs: Iterable[Path], overwrite
             raise CosetError(f"{out}: the output is the input {source}; choose another output folder")
         if origin in target.parents or target in origin.parents:
             raise CosetError(f"{out}: the output and the input {source} lie inside one another; choose an output folder beside it")
-    if not out.parent.is_dir():
-        raise CosetError(f"{out}: the folder {out.parent} does not exist; create it first")
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise CosetError(f"{out}: the output already exists; give another name, or --overwrite")
-    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / CONFIG).is_file()):
-        raise CosetError(f"{out}: refusing to overwrite: expected a checkpoint folder (with {CONFIG}) or an empty one")
+    if os.path.lexists(out):
+        if not overwrite:
+            raise CosetError(f"{out}: the output already exists; give another name, or --overwrite")
+        if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / CONFIG).is_file()):
+            raise CosetError(f"{out}: refusing to overwrite: expected a checkpoint folder (with {CONFIG}) or an empty one")
+    check_place(out, "output")
 
 
 def _header(shard: Shard, metadata: Mapping[str, str]) -> bytes:

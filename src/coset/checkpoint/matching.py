@@ -16,6 +16,7 @@ from coset.alignment.pair import Match, Progress, Step
 from coset.architecture import Architecture
 from coset.checkpoint.data import read_data
 from coset.checkpoint.model import Model, untie
+from coset.checkpoint.outputs import check_file
 from coset.connect.refitting import refit
 from coset.errors import CosetError
 from coset.objective import Agreement
@@ -44,20 +45,37 @@ def read_matching_data(path: str | os.PathLike[str] | None, model: Model, how: M
     Raises
     ------
     CosetError
-        If there are data that nothing would read, none where the matcher needs them, or they do not fit the model; or if the inputs that the
-        matcher makes instead would not.
+        If there are data that nothing would read, none where the matcher needs them, or they do not fit the model; if the inputs that the
+        matcher makes instead would not; or if they are too few to hold any out, for ``learned`` or a refit.
     """
     source = how.resolved_source(model.architecture, path is not None)
     if path is None:
-        if source in ("probes", "self") or refitted:
-            made_sizes(model.architecture, how)  # which refuses what does not fit, before any work
+        if source in ("probes", "self"):
+            _check_held_out(made_sizes(model.architecture, how)[0], how, refitted)  # which refuses what does not fit, before any work
+        if refitted:
+            _check_held_out(made_sizes(model.architecture, _closed(how))[0], how, refitted)
         if how.task and how.matcher == "learned":
             raise CosetError("task: the task's loss is measured on your data, and there are none; give some, or leave the task out")
         return None
     if source != "activations" and not refitted:
         raise CosetError(f"{path}: matcher {how.matcher}{_from(how)} reads no data; leave them out, or match by activations")
     inputs, targets = read_data(path, model, length=how.length, samples=how.samples)
+    _check_held_out(len(inputs), how, refitted)
     return Data(Path(path), inputs, targets)
+
+
+def _check_held_out(samples: int, how: Matching, refitted: bool) -> None:
+    """Refuse before any work a single input where one is held out to judge by."""
+    if samples < 2 and (refitted or how.matcher == "learned"):
+        raise CosetError(
+            f"{'refit' if refitted else 'learning'}: expected at least two inputs, one of them to hold out, got {samples}; "
+            "ask for more samples, or give more data"
+        )
+
+
+def _closed(how: Matching) -> Matching:
+    """How a refit makes inputs: with a default for every architecture, and fewer than learning needs."""
+    return replace(how, matcher="search")
 
 
 def _from(how: Matching) -> str:
@@ -71,13 +89,8 @@ def check_state(state: str | os.PathLike[str] | None, how: Matching, folders: Se
     path = Path(state)
     if how.matcher != "learned":
         raise CosetError(f"{path}: only the matcher learned keeps a state, {how.matcher} has none; leave the state out")
-    if path.is_dir():
-        raise CosetError(f"{path}: the state is a folder; give a file name")
-    if not path.parent.is_dir():
-        raise CosetError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if any(Path(folder).resolve() in (path.resolve(), *path.resolve().parents) for folder in folders):
-        raise CosetError(f"{path}: the state lies inside a checkpoint folder; choose a place beside it")
-    return path
+    # It may be there: that is what it is for.
+    return check_file(path, "state", outside=[Path(folder) for folder in folders], overwrite=True)
 
 
 def whole(model: Model, *, untied: bool = False) -> dict[str, Tensor]:
@@ -222,6 +235,11 @@ class Refitted:
     samples: int
     notes: tuple[str, ...]
 
+    @property
+    def worse(self) -> bool:
+        """Whether the refit made the model worse, or what it is now cannot be compared (NaN)."""
+        return not self.after <= self.before
+
 
 def refit_merged(
     how: Matching,
@@ -239,13 +257,11 @@ def refit_merged(
     if data is not None:
         source, inputs = "activations", data.inputs
     else:
-        closed = replace(how, matcher="search")  # which knows a default for every architecture, and needs fewer inputs than learning
+        closed = _closed(how)
         found = (closed if how.matcher == "weights" else how).resolved_source(architecture, False)
         assert found is not None
         source = found
         inputs = make_inputs(architecture, ends, closed, found, progress)
-    if len(inputs) < 2:
-        raise CosetError(f"refit: expected at least two inputs, one of them to hold out, got {len(inputs)}")
     if inputs.is_floating_point():
         inputs = inputs.to(next(iter(merged.values())).dtype)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(how.seed))
@@ -258,6 +274,8 @@ def refit_merged(
 
     fitted = refit(architecture, merged, ends, inputs[order[held:]], progress=progress)
     before, after = loss(merged), loss(fitted.parameters)
-    worse = [f"refit: it made things worse: held-out disagreement {before:.6g} before, {after:.6g} after; give more inputs"]
-    notes = (*(worse if after > before else []), *(f"refit, {note}" for note in fitted.notes))
-    return Refitted(fitted.parameters, before, after, source, len(order) - held, notes)
+    result = Refitted(fitted.parameters, before, after, source, len(order) - held, tuple(f"refit, {note}" for note in fitted.notes))
+    if not result.worse:
+        return result
+    worse = f"refit: it made things WORSE: held-out disagreement {before:.6g} before, {after:.6g} after; give more inputs, or leave it out"
+    return replace(result, notes=(worse, *result.notes))

@@ -25,6 +25,7 @@ from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output
 from coset.checkpoint.matching import Data, Refitted, check_state, find, find_all, heldout, read_matching_data, record, refit_merged, whole
 from coset.checkpoint.model import Block, Model, Saved, load, save, untie
+from coset.checkpoint.outputs import check_file
 from coset.errors import CosetError
 from coset.groups import Element, Group, MonomialElement, Permutation, Product, Wreath, finite_order
 from coset.normal_form import coordinates
@@ -182,21 +183,9 @@ def _touched(transform: Transform) -> set[int | None]:
     return {int(key.split(".")[1]) for key in transform.element} | {owner[name] for name in transform.target}
 
 
-def _check_transform_output(transform: Path_ | None, out: Path_, inputs: Sequence[Path], overwrite: bool) -> None:
-    """Refuse before any work a transform file that cannot be written."""
-    if transform is None:
-        return
-    path = Path(transform)
-    if path.exists() and not overwrite:
-        raise CosetError(f"{path}: the transform file already exists; give another name, or --overwrite")
-    if not path.parent.is_dir():
-        raise CosetError(f"{path}: the folder {path.parent} does not exist; create it first")
-    if path.is_dir():
-        raise CosetError(f"{path}: the transform file is a folder; give a file name")
-    if path.suffix != ".safetensors":
-        raise CosetError(f"{path}: a transform is a .safetensors file, got {path.name}; name it {path.stem}.safetensors")
-    if any(Path(folder).resolve() in (path.resolve(), *path.resolve().parents) for folder in (*inputs, out)):
-        raise CosetError(f"{path}: the transform file lies inside a checkpoint folder; choose a place beside it")
+def check_transform_file(path: Path_, outside: Sequence[Path], overwrite: bool) -> None:
+    """Refuse before any work a transform file that could not be written, or lies in one of the folders `outside`."""
+    check_file(path, "transform", suffixes=(".safetensors",), outside=outside, overwrite=overwrite)
 
 
 def _write(
@@ -308,7 +297,8 @@ def scramble(
     """
     model = load(checkpoint, legacy)
     check_output(out, [model.path], overwrite)
-    _check_transform_output(transform, out, [model.path], overwrite)
+    if transform is not None:
+        check_transform_file(transform, [model.path, Path(out)], overwrite)
     chosen, notes = choose_spaces(model, spaces)
     found = random_transform(model.architecture, Blocks(model), spaces=chosen, seed=seed, pinned=model.pinned)
     found = _moving(found, chosen, seed)
@@ -425,7 +415,8 @@ def align(
     models = [load(path, legacy) for path in (reference, other)]
     require_comparable(*models)
     check_output(out, [m.path for m in models], overwrite)
-    _check_transform_output(transform, out, [m.path for m in models], overwrite)
+    if transform is not None:
+        check_transform_file(transform, [*(m.path for m in models), Path(out)], overwrite)
     kept = check_state(state, how, [*(m.path for m in models), out])
     target = untie(models[1]) if untied else models[1]
     chosen, notes = choose_spaces(target, for_alignment(spaces))
@@ -613,4 +604,5 @@ def _refit_record(fitted: Refitted) -> dict[str, str]:
         "refit_samples": str(fitted.samples),
         "refit_disagreement_before": f"{fitted.before:.6g}",
         "refit_disagreement_after": f"{fitted.after:.6g}",
+        **({"refit_warning": "this model is WORSE than the mean that it was refitted from"} if fitted.worse else {}),
     }

@@ -50,12 +50,14 @@ def certify(
     """
     from coset.certificate import certify as measure
     from coset.certificate import plot_spectrum
-    from coset.connect import save
+    from coset.checkpoint.outputs import check_file
+    from coset.connect import SUFFIXES, save
 
-    if plot is not None and plot.exists() and not overwrite:
-        raise CosetError(f"{plot}: the figure already exists; give another name, or --overwrite")
+    if plot is not None:
+        check_file(plot, "figure", suffixes=SUFFIXES, overwrite=overwrite)
     if family is not None and (flags is not None or checkpoint is not None):
-        raise CosetError("--family: a family fixes the architecture; give it, or flags, or a checkpoint, not two of them")
+        other = str(checkpoint) if checkpoint is not None else ", ".join(flags.given() if flags else ()) or "flags"
+        raise CosetError(f"--family {family}: a family fixes the architecture, so {other} cannot go with it; leave one of them out")
     if family is None:
         architecture = described(checkpoint, flags)
     else:

@@ -61,7 +61,13 @@ def _resumable(flags: MatchingFlags) -> Iterator[None]:
         raise
 
 
+def _warn(notes: Sequence[str], common: Common) -> None:
+    for note in () if common.quiet else notes:
+        complain("warning", note)
+
+
 def _report(written: Written, common: Common, **more: Any) -> None:
+    _warn(written.notes, common)
     if common.json:
         show_json(
             {
@@ -74,8 +80,6 @@ def _report(written: Written, common: Common, **more: Any) -> None:
             }
         )
         return
-    for note in () if common.quiet else written.notes:
-        complain("warning", note)
     if written.distances:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for name in ("block", "distance before", "after"):
@@ -84,12 +88,16 @@ def _report(written: Written, common: Common, **more: Any) -> None:
             table.add_row("ends" if d.layer is None else f"layer {d.layer}", f"{d.before:.4g}", f"{d.after:.4g}")
         show(table)
     if written.history:
-        first, best = written.history[0].objective, min(step.objective for step in written.history)
-        show(f"Matched by {written.matching['matcher']}: objective {first:.4g} at the start, {best:.4g} at best.")
+        first, best = written.history[0], min(written.history, key=lambda step: step.objective)
+        show(
+            f"Matched by {written.matching['matcher']}: objective {first.objective:.4g} ({first.name}) -> "
+            f"{best.objective:.4g} ({best.name})."
+        )
     if written.refit is not None:
         before, after = written.refit
         show(
-            f"Refitted: disagreement with the ends on held-out inputs {before:.4g} before, {after:.4g} after. "
+            f"Refitted: disagreement with the ends on held-out inputs {before:.4g} before, {after:.4g} after"
+            f"{'.' if after <= before else ': WORSE than the plain mean.'} "
             "The output is not on the line between the models."
         )
     show(f"Written to {written.path}; relative rounding error {written.rounding:.2g}.")
@@ -217,7 +225,9 @@ def align(
     other
         Folder of the checkpoint to bring to it.
     data
-        Inputs to match on: text (.txt, read with the checkpoint's tokenizer), or .safetensors with input_ids, or with inputs and targets.
+        Inputs to match on: text (.txt, read with the checkpoint's tokenizer), or .safetensors with input_ids [n, length]. For image models
+        .safetensors with inputs [n, patches, features], floating point: patches row by row without the class token, the features of each in
+        the order of the patch projection (channel, row, column). Targets may stand beside them; see barrier.
     untie
         Give a tied model an unembedding of its own, so that its stream can turn.
     transform
@@ -303,7 +313,8 @@ def merge(
     more["matcher"] = None if no_align else how.matcher
     more["on_the_line"] = written.refit is None
     if written.refit is not None:
-        more["refit"] = {"heldout_disagreement_before": written.refit[0], "heldout_disagreement_after": written.refit[1]}
+        before, after = written.refit
+        more["refit"] = {"heldout_disagreement_before": before, "heldout_disagreement_after": after, "worse": not after <= before}
     _report(written, common, **more)
 
 
@@ -336,13 +347,16 @@ def barrier(
     second
         Folder of the other.
     data
-        Text (.txt, read with the checkpoint's tokenizer), or .safetensors with input_ids, or with inputs and targets.
+        Text (.txt, read with the checkpoint's tokenizer), or .safetensors with input_ids [n, length], the next token being the target unless
+        there are targets [n, length] (-100: not counted). For image models .safetensors with inputs [n, patches, features], floating point
+        (patches row by row without the class token, features of each by channel, row and column), and targets [n], the classes.
     match_data
         Inputs to match on. Default: what --data holds for --matcher activations, and inputs that need no data for the others.
     points
         Points of the line, both ends included.
     length
-        Tokens in a window of text. Default: 256, or the model's context.
+        Tokens in a window of text. Default: 256, or all of the position table if it has fewer. A model without one (RoPE, ALiBi) takes any
+        length.
     samples
         Use only the first so many inputs.
     batch
@@ -382,11 +396,10 @@ def barrier(
             matching=matching,
             progress=measuring,
         )
+    _warn(found.notes, common)
     if common.json:
         show_json(found.to_json())
         return
-    for note in () if common.quiet else found.notes:
-        complain("warning", note)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("t", "loss", "accuracy"):
         table.add_column(name, justify="right")

@@ -45,7 +45,8 @@ def compare(
     outputs
         What must agree; probabilities forget a uniform shift of the logits. Default: logits.
     length
-        Tokens of the random inputs. Default: 512, or the longest context.
+        Tokens of the random inputs. Default: 512, or all of the position table if it has fewer. A model without one (RoPE, ALiBi) takes
+        up to 32,768.
     seed
         Of the random inputs and roundings.
     overwrite

@@ -96,6 +96,10 @@ class ArchitectureFlags:
     outputs: Literal["logits", "probabilities"] = "logits"
     """What must stay equal: the logits, or only their softmax."""
 
+    def given(self) -> tuple[str, ...]:
+        """The flags that say something."""
+        return _given(self)
+
     def architecture(self) -> Architecture:
         """The architecture that the flags describe.
 
@@ -144,6 +148,11 @@ def typed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _given(flags: ArchitectureFlags | MatchingFlags) -> tuple[str, ...]:
+    """The flags that are not at their defaults."""
+    return tuple(typed(f.name) for f in fields(flags) if getattr(flags, f.name) != f.default)
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class OutputFlags:
@@ -179,7 +188,8 @@ class MatchingFlags:
     """Inputs to match on. Default: some ten thousand tokens (a hundred thousand for learned), or all of your data."""
 
     match_length: int | None = None
-    """Tokens in each. Default: 64 (256 of your text), or the model's context."""
+    """Tokens in each. Default: 64 (256 of your text), or all of the position table if it has fewer. A model without one (RoPE, ALiBi)
+    takes any length."""
 
     seed: int = 0
     """Same seed, same bytes."""
@@ -195,7 +205,7 @@ class MatchingFlags:
 
     def given(self) -> tuple[str, ...]:
         """The flags that say something."""
-        return tuple(typed(f.name) for f in fields(self) if getattr(self, f.name) != f.default)
+        return _given(self)
 
     def matching(self, *, refit: bool = False) -> Matching:
         """The options that the flags describe; a refit needs inputs even where the matcher does not.

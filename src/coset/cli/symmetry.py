@@ -59,10 +59,19 @@ def described(checkpoint: Path | None, flags: ArchitectureFlags | None) -> Archi
     if checkpoint is None:
         return (flags or ArchitectureFlags()).architecture()
     if flags is not None:
-        raise CosetError(f"{checkpoint}: a checkpoint fixes the architecture; give the folder or flags, not both")
+        raise _both(checkpoint, flags)
     from coset.checkpoint import load
 
     return load(checkpoint).architecture
+
+
+def _both(checkpoint: Path, flags: ArchitectureFlags) -> CosetError:
+    """Why a checkpoint and flags do not go together, and what to do."""
+    given = ", ".join(flags.given()) or "flags"
+    message = f"{given}: a checkpoint fixes the architecture, and {checkpoint} is taken as one; give the folder or flags, not both"
+    if flags.outputs == "probabilities":
+        message += "; to count what leaves only probabilities unchanged, describe the model by flags (coset inspect shows its sizes)"
+    return CosetError(message)
 
 
 def spaces(account: Symmetry) -> Table:
