@@ -352,3 +352,16 @@ def test_demo_passes_its_flags_on(capsys: pytest.CaptureFixture[str], monkeypatc
     assert run(["demo", "-o", str(tmp_path / "d"), "--seeds", "4", "--seed", "7", "--overwrite", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"rows": []}
     assert seen == {"output": tmp_path / "d", "seeds": 4, "base_seed": 7, "overwrite": True, "quiet": True, "workers": None}
+
+
+def test_a_demo_that_cannot_be_written_trains_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(study, "_train_all", None)
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file/demo", Path("/proc/demo"), tmp_path / ("n" * 250)):
+        assert run(["demo", "-o", str(output), "--quiet"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"coset: error: {output}: cannot be written (")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

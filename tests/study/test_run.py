@@ -295,6 +295,10 @@ def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").write_text("precious")
+    (tmp_path / "file").touch()
+    for below in ("out", "deep/out"):
+        with pytest.raises(CosetError, match="file is no folder; choose another output"):
+            run(study(tmp_path), tmp_path / "file" / below)
     with pytest.raises(CosetError, match="is not the folder of a study"):
         run(study(tmp_path), tmp_path / "foreign")
     with pytest.raises(CosetError, match="something else"):

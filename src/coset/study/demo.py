@@ -280,7 +280,10 @@ def run(
     pairs = [Pair(a, b) for a, b in itertools.combinations(models, 2) if (a.pe, a.scope) == (b.pe, b.scope)]
     # Beside the output, so that the last step is a rename within one file system.
     folder = output.absolute().parent / f".{output.name}.{secrets.token_hex(4)}.partial"
-    (folder / "models").mkdir(parents=True)
+    try:
+        (folder / "models").mkdir(parents=True)
+    except OSError as error:
+        raise CosetError(f"{output}: cannot be written ({error.strerror}); choose another output") from None
     try:
         with _pool(min(workers or _cores(), len(models))) as pool, _progress(quiet) as progress:
             trained = _train_all(pool, progress, folder, bases, models, settings)

@@ -103,6 +103,8 @@ def check_output(output: Path, plan: Plan) -> list[str]:
     if output.exists() and any(output.iterdir()) and not (output / "units").is_dir():
         return [f"{output}: is not the folder of a study (it holds no folder units); choose another output"]
     there = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        return [f"{output}: cannot be made, {there} is no folder; choose another output"]
     if not os.access(there, os.W_OK):
         return [f"{there}: cannot be written to"]
     store = Store(output.absolute() / "units")
