@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -202,7 +202,7 @@ def align_many(
 
     problem = _Problem(architecture, models, transforms[1].target, _canonical_order(models), "stream" in transforms[1].element)
     state = problem.state(transforms)
-    history = [Step("alignment to the reference", state.spread)]
+    history = [Step("start", problem.state(_still(transforms)).spread), Step("alignment to the reference", state.spread)]
     size = sum(float(x.square().sum()) for x in state.normal[0].values())
     # Two models are at the minimum already: the mean of the others is the reference.
     for number in range(1, rounds + 1 if len(models) > 2 else 1):
@@ -223,6 +223,12 @@ def align_many(
         if fell <= tolerance * state.spread:
             break
     return Consensus(state.transforms, tuple(history), notes)
+
+
+def _still(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+    """The same changes of gauge, and nothing moved."""
+    groups = [symmetry_group(transform.folded).factors for transform in transforms]
+    return tuple(replace(t, element={key: g[key].identity() for key in t.element}) for t, g in zip(transforms, groups, strict=True))
 
 
 def _composed(transforms: Sequence[Transform], deltas: Mapping[int, Match]) -> tuple[Transform, ...]:

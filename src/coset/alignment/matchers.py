@@ -26,8 +26,8 @@ from coset.alignment.learned import DEFAULT_LEARNING, Learning, learn
 from coset.alignment.matching import DEFAULT_SOLVERS, match
 from coset.alignment.pair import Alignment, Match, Progress
 from coset.alignment.search import search_heads
-from coset.alignment.sources import check_size, default_samples, probe_inputs, sample_text
-from coset.architecture import Architecture, LanguageModel, Patches
+from coset.alignment.sources import check_size, default_samples, probe_inputs, sample_text, surest_inputs
+from coset.architecture import Architecture, Classifier, LanguageModel, Patches
 from coset.errors import CosetError
 from coset.objective import check_inputs, check_targets
 from coset.parameters import Parameters, check, tensors
@@ -40,6 +40,8 @@ SOURCES: tuple[Source, ...] = get_args(Source)
 
 _CLOSED_FORM, _LEARNED = 1 << 14, 1 << 17
 """Positions that a source makes: enough for moments, and enough to learn on without repeating itself often."""
+_DRAWS = 10
+"""Probes drawn for every one on which classifiers learn."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,29 @@ def made_sizes(architecture: Architecture, how: Matching) -> tuple[int, int]:
     return samples, length
 
 
+def _selects(architecture: Architecture, how: Matching) -> bool:
+    """Whether probes are chosen by what the models say of them: to agree between classifiers, learning needs inputs that mean something to them."""
+    return how.matcher == "learned" and isinstance(architecture.outputs, Classifier)
+
+
 def make_inputs(
     architecture: Architecture, models: Sequence[Parameters], how: Matching, source: Source, progress: Progress | None = None
 ) -> Tensor:
-    """The inputs that ``probes`` and ``self`` make for models: text is written by all of them, in equal shares."""
+    """The inputs that ``probes`` and ``self`` make for models: text is written by all of them, in equal shares.
+
+    Probes on which classifiers learn are those that the models together are surest of (`coset.alignment.sources.surest_inputs`).
+    """
     samples, length = made_sizes(architecture, how)
     if source == "probes":
-        patches = isinstance(architecture.inputs, Patches)
-        return probe_inputs(architecture, samples, length=None if patches else length, seed=how.seed)
+        given = None if isinstance(architecture.inputs, Patches) else length
+
+        def draw(seed: int) -> Tensor:
+            return probe_inputs(architecture, samples, length=given, seed=seed)
+
+        if not _selects(architecture, how):
+            return draw(how.seed)
+        told = None if progress is None else lambda done, total: progress("choosing probes", done, total)
+        return surest_inputs(architecture, models, draw, samples, rounds=_DRAWS, seed=how.seed, progress=told)
     report = None if progress is None else lambda done, total: progress("writing text", done, total)
     return sample_text(architecture, models, samples, length=length, seed=how.seed, progress=report)
 
@@ -296,6 +313,8 @@ def describe(how: Matching, architecture: Architecture, has_data: bool) -> Mappi
     if source in ("probes", "self"):
         samples, length = made_sizes(architecture, how)
         out |= {"samples": str(samples), "length": str(length)}
+    if source == "probes" and _selects(architecture, how):
+        out["chosen"] = f"the models are surest of these among {_DRAWS} times as many"
     if how.matcher == "learned":
         out |= {"loss": "task" if how.task else "agreement", "steps": str(how.learning.steps)}
     return out

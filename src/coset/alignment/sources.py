@@ -19,47 +19,134 @@ from coset.errors import CosetError
 from coset.parameters import Parameters
 from coset.transformer import Cache, forward, random_inputs
 
+_TOGETHER = 64
+"""Random images made at a time."""
+
 
 def probe_inputs(architecture: Architecture, samples: int, *, length: int | None = None, seed: int = 0) -> Tensor:
-    """Random inputs of several distributions, in equal parts.
+    """Random inputs of several distributions, in equal parts, shuffled.
 
-    Tokens: uniform; by a Zipf law over a random ranking (weights 1/rank); and few distinct tokens a sample (8), which repeat. Patches: white
-    noise; smooth noise (white noise averaged over the grid's neighbours, at unit variance); and white noise with a size of its own for every
-    sample (log-normal, σ = 1).
+    Tokens: uniform; by a Zipf law over a random ranking (weights 1/rank); and few distinct tokens a sample (8), which repeat. Patches: random
+    images, every other one on a plain background. An image is a Gaussian field whose amplitudes fall with frequency as 1/f^a, with a uniform
+    in [1/2, 3/2] for every image; a plain background is what cutting it off at its mean leaves. Every image has mean zero and variance one.
 
     Returns
     -------
     Tensor
-        Token ids [samples, length] (int64), or patches [samples, patches, features] (float32).
+        Token ids [samples, length] (int64), or patches [samples, patches, features] (float32). Features of a patch are taken as channel, row,
+        column of its pixels (one channel where they are a square, three where a third of them is), else as channels.
 
     Raises
     ------
     CosetError
         If the length is impossible for the architecture.
     """
-    parts = [samples // 3 + (i < samples % 3) for i in range(3)]
     generator = torch.Generator().manual_seed(seed)
-    plain = random_inputs(architecture, samples, length=length, seed=seed)
-    first, second, third = torch.split(plain, parts)
     if isinstance(architecture.inputs, Patches):
-        size = torch.randn(len(third), 1, 1, generator=generator).exp()
-        return torch.cat([first, _smooth(second, architecture.inputs.grid), third * size])
-    vocabulary = architecture.inputs.vocabulary
-    rank = torch.randperm(vocabulary, generator=generator)
-    zipf = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
-    if len(second):
-        second = rank[torch.multinomial(zipf, second.numel(), replacement=True, generator=generator)].reshape(second.shape)
-    few = torch.randint(vocabulary, (len(third), 8), generator=generator)
-    third = torch.gather(few, 1, torch.randint(8, third.shape, generator=generator))
-    return torch.cat([first, second, third])
+        if length is not None:
+            raise CosetError(f"probes: the grid {architecture.inputs.grid} fixes the number of patches; leave out length {length}")
+        half = samples // 2
+        parts = [_images(architecture.inputs, samples - half, generator), _images(architecture.inputs, half, generator, cut=True)]
+    else:
+        sizes = [samples // 3 + (i < samples % 3) for i in range(3)]
+        parts = list(torch.split(random_inputs(architecture, samples, length=length, seed=seed), sizes))
+        vocabulary = architecture.inputs.vocabulary
+        rank = torch.randperm(vocabulary, generator=generator)
+        zipf = 1 / torch.arange(1, vocabulary + 1, dtype=torch.float64)
+        if sizes[1]:
+            parts[1] = rank[torch.multinomial(zipf, parts[1].numel(), replacement=True, generator=generator)].reshape(parts[1].shape)
+        few = torch.randint(vocabulary, (sizes[2], 8), generator=generator)
+        parts[2] = torch.gather(few, 1, torch.randint(8, parts[2].shape, generator=generator))
+    return torch.cat(parts)[torch.randperm(samples, generator=generator)]
 
 
-def _smooth(x: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """White noise [samples, patches, features] summed over neighbours along every axis of the grid, at unit variance."""
-    y = x.reshape(len(x), *grid, x.shape[-1])
-    for axis in range(1, 1 + len(grid)):
-        y = y + y.roll(1, axis) + y.roll(-1, axis)
-    return (y / y.std().clamp_min(1e-12)).reshape(x.shape) if len(x) else x
+def _pixels(patches: Patches) -> tuple[int, int]:
+    """Channels of an image, and pixels along the side of a patch."""
+    if len(patches.grid) == 2:
+        for channels in (1, 3):
+            side = math.isqrt(patches.features // channels)
+            if channels * side**2 == patches.features:
+                return channels, side
+    return patches.features, 1
+
+
+def _images(patches: Patches, samples: int, generator: torch.Generator, *, cut: bool = False) -> Tensor:
+    """Random images [samples, patches, features], float32; with `cut` on a plain background. See `probe_inputs`."""
+    channels, side = _pixels(patches)
+    dims = len(patches.grid)
+    shape = [side * n for n in patches.grid]
+    waves = torch.meshgrid(*(torch.fft.fftfreq(n) for n in shape), indexing="ij")
+    frequency = torch.stack(waves).square().sum(0).sqrt().clamp_min(1 / max(shape))
+    axes = tuple(range(2, 2 + dims))
+    out = [torch.zeros(0, math.prod(patches.grid), patches.features)]
+    for start in range(0, samples, _TOGETHER):
+        count = min(_TOGETHER, samples - start)
+        noise = torch.randn(count, channels, *shape, generator=generator)
+        if channels > 1:
+            noise = noise + torch.randn(count, 1, *shape, generator=generator)  # colours go together
+        power = 0.5 + torch.rand(count, 1, *[1] * dims, generator=generator)
+        image = _standard(torch.fft.ifftn(torch.fft.fftn(noise, dim=axes) * frequency**-power, dim=axes).real)
+        image = _standard(image.clamp_min(0)) if cut else image
+        image = image.reshape(count, channels, *(size for n in patches.grid for size in (n, side)))
+        image = image.permute(0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2))
+        out.append(image.reshape(count, -1, patches.features))
+    return torch.cat(out)
+
+
+def _standard(x: Tensor) -> Tensor:
+    """Every sample at mean zero and variance one; constant ones at zero."""
+    axes = tuple(range(1, x.ndim))
+    x = x - x.mean(axes, keepdim=True)
+    return x / x.square().mean(axes, keepdim=True).sqrt().clamp_min(1e-6)
+
+
+def surest_inputs(
+    architecture: Architecture,
+    models: Sequence[Parameters],
+    draw: Callable[[int], Tensor],
+    samples: int,
+    *,
+    rounds: int,
+    seed: int = 0,
+    batch: int = 256,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Of random inputs, those that classifiers together are surest of: nearest to what they were trained on.
+
+    Every round draws candidates and keeps those with the lowest entropy of the models' mean probabilities, as many of every class (the mean's
+    most probable one) as there are. Memory does not grow with the rounds.
+
+    Parameters
+    ----------
+    draw
+        Candidates for a seed.
+    samples, rounds
+        How many to keep in all; every round keeps its share.
+    progress
+        Called with (rounds done, rounds in all).
+
+    Returns
+    -------
+    Tensor [samples, ...], of what `draw` gives; fewer if the draws are too few.
+    """
+    kept = []
+    for done in range(rounds):
+        candidates = draw(seed * rounds + done)
+        share = samples // rounds + (done < samples % rounds)
+        with torch.no_grad():
+            mean = torch.cat(
+                [
+                    torch.stack([torch.softmax(forward(architecture, model, part), -1) for model in models]).mean(0)
+                    for part in torch.split(candidates, batch)
+                ]
+            )
+        order = torch.special.entr(mean).sum(-1).argsort(stable=True)
+        label = mean.argmax(-1)[order]
+        place = torch.nn.functional.one_hot(label, mean.shape[-1]).cumsum(0)[torch.arange(len(label)), label]  # in its class
+        kept.append(candidates[order[place.argsort(stable=True)[:share]]])
+        if progress is not None:
+            progress(done + 1, rounds)
+    return torch.cat(kept)
 
 
 def sample_text(
