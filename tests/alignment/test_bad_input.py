@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from architecture_zoo import LAYER, attention, difference, distance, flags, function, model, of_layers
 from coset.alignment import Matching, Solvers, align, match
+from coset.alignment.matchers import find_match
 from coset.architecture import MLP, Architecture, Layer
 from coset.errors import CosetError
 from coset.transform import SPACES, random_transform
@@ -243,3 +246,25 @@ def test_match_asks_for_one_block_at_a_time() -> None:
         blocks = [n.split(".")[1] if n.startswith("layers.") else "ends" for n in side.asked]
         runs = 1 + sum(x != y for x, y in itertools.pairwise(blocks))
         assert runs <= 12
+
+
+def test_what_comes_after_the_closed_form_is_refused_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    p = model(ROPE)
+    state = tmp_path / "state.safetensors"
+    save_file({"x": torch.zeros(3)}, state)
+
+    def run(how: Matching, **more: object) -> None:
+        find_match(ROPE, p, p, how, **more)  # type: ignore[arg-type]
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("inputs were made")
+
+    monkeypatch.setattr("coset.alignment.matchers.make_inputs", never)
+    with pytest.raises(CosetError, match="add heads"):
+        run(Matching("search"), spaces=("neurons",))
+    with pytest.raises(CosetError, match="no continuous freedom"):
+        run(Matching("learned"), spaces=("heads", "neurons"))
+    with pytest.raises(CosetError, match="not a state of learning"):
+        run(Matching("learned"), state=state)
+    with pytest.raises(AssertionError, match="inputs were made"):
+        run(Matching("learned"), state=tmp_path / "new.safetensors")

@@ -188,6 +188,39 @@ def _free(pair: Pair, key: str, leaf: str) -> bool:
     return key != "stream" or pair.groups[key].dimension > 0
 
 
+def learnable(pair: Pair) -> tuple[str, ...]:
+    """The spaces of a pair in which something continuous can move.
+
+    Raises
+    ------
+    CosetError
+        If there is none.
+    """
+    keys = tuple(key for key, g in pair.groups.items() if g.dimension > 0 and (key == "stream" or int(key.split(".")[1]) in pair.layers))
+    if not keys:
+        raise CosetError(f"learning: this architecture has no continuous freedom in {', '.join(pair.spaces)}")
+    return keys
+
+
+def read_state(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What `learn` wrote to continue from: facts about the run, and tensors.
+
+    Raises
+    ------
+    CosetError
+        If the file cannot be read, or is no state of learning.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            facts = file.metadata() or {}
+            content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise CosetError(f"{path}: not a readable state of learning: {error}; give another name, or delete it to start afresh") from None
+    if facts.get("coset") != "learning":
+        raise CosetError(f"{path}: not a state of learning; give another name")
+    return facts, content
+
+
 def learn(
     architecture: Architecture,
     reference: Parameters,
@@ -240,9 +273,7 @@ def learn(
         If nothing continuous can move, inputs or targets do not fit, there are fewer than two inputs, or `state` belongs to another run.
     """
     pair = Pair(architecture, reference, other, spaces=spaces, layers=layers, pinned=pinned)
-    keys = tuple(key for key, g in pair.groups.items() if g.dimension > 0 and (key == "stream" or int(key.split(".")[1]) in pair.layers))
-    if not keys:
-        raise CosetError(f"learning: this architecture has no continuous freedom in {', '.join(spaces)}")
+    keys = learnable(pair)
     if len(inputs) < 2:
         raise CosetError(f"learning: expected at least two inputs, one of them to hold out, got {len(inputs)}")
     dtype = next(iter(reference.values())).dtype
@@ -402,16 +433,7 @@ class _Run:
         """Continue from a saved state, if there is one; the number of steps done."""
         if self.state is None or not self.state.exists():
             return 0
-        try:
-            with safe_open(str(self.state), framework="pt") as file:
-                facts = file.metadata() or {}
-                content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except (OSError, SafetensorError) as error:
-            raise CosetError(
-                f"{self.state}: not a readable state of learning: {error}; give another name, or delete it to start afresh"
-            ) from None
-        if facts.get("coset") != "learning":
-            raise CosetError(f"{self.state}: not a state of learning; give another name")
+        facts, content = read_state(self.state)
         if facts.get("identity") != self.identity:
             raise CosetError(
                 f"{self.state}: belongs to another run (other models, inputs or settings); give another name, or delete it to start afresh"

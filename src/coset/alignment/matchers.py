@@ -22,10 +22,10 @@ from torch import Tensor
 from coset.alignment.activations import match_activations
 from coset.alignment.features import Metric
 from coset.alignment.heads import Solvers
-from coset.alignment.learned import DEFAULT_LEARNING, Learning, learn
+from coset.alignment.learned import DEFAULT_LEARNING, Learning, learn, learnable, read_state
 from coset.alignment.matching import DEFAULT_SOLVERS, match
-from coset.alignment.pair import Alignment, Match, Progress
-from coset.alignment.search import search_heads
+from coset.alignment.pair import Alignment, Match, Pair, Progress
+from coset.alignment.search import require_heads, search_heads
 from coset.alignment.sources import check_size, default_samples, probe_inputs, sample_text, surest_inputs
 from coset.architecture import Architecture, Classifier, LanguageModel, Patches
 from coset.errors import CosetError
@@ -226,6 +226,13 @@ def find_match(
     if metric is not None:
         raise CosetError(f"metric: it belongs to the matcher weights; {how.matcher} compares activations themselves")
     a, b = ({name: p[name] for name in tensors(architecture)} for p in (reference, other))
+    # What comes after the closed form is refused before it.
+    if how.matcher == "search":
+        require_heads(spaces)
+    if how.matcher == "learned":
+        learnable(Pair(architecture, a, b, spaces=spaces, layers=layers, pinned=pinned))
+        if state is not None and state.exists():
+            read_state(state)
     if source == "activations":
         assert inputs is not None
         made, aims = inputs, targets

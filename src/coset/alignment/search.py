@@ -27,6 +27,12 @@ _EXHAUSTIVE = 120
 """Up to this many orders of a layer's heads all are tried; beyond, exchanges of two."""
 
 
+def require_heads(spaces: tuple[str, ...]) -> None:
+    """Raise unless heads may move."""
+    if "heads" not in spaces:
+        raise CosetError(f"search: it reorders heads, but the spaces that may move are {', '.join(spaces)}; add heads")
+
+
 def search_heads(
     architecture: Architecture,
     reference: Parameters,
@@ -65,8 +71,7 @@ def search_heads(
     CosetError
         If heads may not move, or inputs do not fit.
     """
-    if "heads" not in spaces:
-        raise CosetError(f"search: it reorders heads, but the spaces that may move are {', '.join(spaces)}; add heads")
+    require_heads(spaces)
     pair = Pair(architecture, reference, other, spaces=spaces, layers=layers, pinned=pinned)
     a, b = pair.normal(reference), pair.normal(other)
     dtype = next(iter(reference.values())).dtype
