@@ -139,8 +139,7 @@ class _End:
         self.leaves = {
             f"{key}/{name}": _Leaf(leaf.shape, compact=isinstance(g, Orthogonal))
             for key, g in self.groups.items()
-            for name, leaf in g.leaves(g.identity()).items()
-            if leaf.is_floating_point() and _free(pair, key, name)
+            for name, leaf in _free_leaves(pair, key).items()
         }
 
     def weights(self, element: Mapping[str, Element], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -181,11 +180,13 @@ class _End:
             self.element[key] = group.compose(self.element[key], group.exponential(inside(steps)))
 
 
-def _free(pair: Pair, key: str, leaf: str) -> bool:
-    """Whether a leaf of a space's element may move in the chosen spaces."""
-    if key.endswith(".heads"):
-        return leaf.rpartition(".")[2] in pair.spaces
-    return key != "stream" or pair.groups[key].dimension > 0
+def _free_leaves(pair: Pair, key: str) -> dict[str, Tensor]:
+    """The tensors of a space's identity that may move in the chosen spaces."""
+    group = pair.groups[key]
+    leaves = {name: leaf for name, leaf in group.leaves(group.identity()).items() if leaf.is_floating_point()}
+    if not key.endswith(".heads"):
+        return leaves
+    return {name: leaf for name, leaf in leaves.items() if name.rpartition(".")[2] in pair.spaces}
 
 
 def learnable(pair: Pair) -> tuple[str, ...]:
@@ -196,7 +197,11 @@ def learnable(pair: Pair) -> tuple[str, ...]:
     CosetError
         If there is none.
     """
-    keys = tuple(key for key, g in pair.groups.items() if g.dimension > 0 and (key == "stream" or int(key.split(".")[1]) in pair.layers))
+    keys = tuple(
+        key
+        for key, g in pair.groups.items()
+        if g.dimension > 0 and (key == "stream" or int(key.split(".")[1]) in pair.layers) and _free_leaves(pair, key)
+    )
     if not keys:
         raise CosetError(f"learning: this architecture has no continuous freedom in {', '.join(pair.spaces)}")
     return keys
