@@ -262,7 +262,7 @@ def test_several_models_in_any_order(capsys, tmp_path, matcher):
         assert run(["merge", *map(str, models), "-o", str(tmp_path / "three")]) == 0
         assert run(["merge", *map(str, models[:2]), "-o", str(tmp_path / "two models")]) == 0
         several, pair, _ = " ".join(capsys.readouterr().out.split()).split("Written")
-        assert re.search(r"Matched by weights: objective [\d.]+ \(alignment to the reference\) -> [\d.]+ \(round \d\)\.", several)
+        assert re.search(r"Matched by weights: objective [\d.]+ \(start\) -> [\d.]+ \(round \d\)\.", several)
         assert re.search(r"Matched by weights: objective [\d.]+ \(start\) -> [\d.]+ \(", pair)
 
 

@@ -35,7 +35,7 @@ def test_random_images_go_on_across_patches(features: int, grid: tuple[int, int]
     torch.testing.assert_close(x, probe_inputs(a, samples, seed=3), rtol=0, atol=0)
     assert not torch.equal(x, probe_inputs(a, samples, seed=4))
     plain = (x == x.flatten(1).min(1).values[:, None, None]).float().mean((1, 2))
-    assert abs(float((plain > 0.3).float().mean()) - 1 / 2) < 0.02  # every other one has a plain background
+    assert abs(float((plain > 0.2).float().mean()) - 2 / 3) < 0.05  # two thirds have a plain background
 
     def alike(y: Tensor, axis: int) -> Tensor:
         image = pixels(y, grid, channels, side)

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,14 +22,18 @@ from coset.transformer import Cache, forward, random_inputs
 
 _TOGETHER = 64
 """Random images made at a time."""
+_Kind = Literal["full", "plain", "middle"]
+_KINDS: tuple[_Kind, ...] = get_args(_Kind)
 
 
 def probe_inputs(architecture: Architecture, samples: int, *, length: int | None = None, seed: int = 0) -> Tensor:
     """Random inputs of several distributions, in equal parts, shuffled.
 
     Tokens: uniform; by a Zipf law over a random ranking (weights 1/rank); and few distinct tokens a sample (8), which repeat. Patches: random
-    images, every other one on a plain background. An image is a Gaussian field whose amplitudes fall with frequency as 1/f^a, with a uniform
-    in [1/2, 3/2] for every image; a plain background is what cutting it off at its mean leaves. Every image has mean zero and variance one.
+    images; random images on a plain background; and such with more in the middle. An image is a Gaussian field whose amplitudes fall with
+    frequency as 1/f^a, with a uniform in [1, 2] for every image; a plain background is what cutting it off at its mean leaves; before that,
+    3u (E r² − r²) is added for the middle, with u uniform in [0, 1] for every image and r² the sum of squares of positions, −1 to 1 from
+    border to border. Every image has mean zero and variance one.
 
     Returns
     -------
@@ -42,13 +47,12 @@ def probe_inputs(architecture: Architecture, samples: int, *, length: int | None
         If the length is impossible for the architecture.
     """
     generator = torch.Generator().manual_seed(seed)
+    sizes = [samples // 3 + (i < samples % 3) for i in range(3)]
     if isinstance(architecture.inputs, Patches):
         if length is not None:
             raise CosetError(f"probes: the grid {architecture.inputs.grid} fixes the number of patches; leave out length {length}")
-        half = samples // 2
-        parts = [_images(architecture.inputs, samples - half, generator), _images(architecture.inputs, half, generator, cut=True)]
+        parts = [_images(architecture.inputs, n, kind, generator) for n, kind in zip(sizes, _KINDS, strict=True)]
     else:
-        sizes = [samples // 3 + (i < samples % 3) for i in range(3)]
         parts = list(torch.split(random_inputs(architecture, samples, length=length, seed=seed), sizes))
         vocabulary = architecture.inputs.vocabulary
         rank = torch.randperm(vocabulary, generator=generator)
@@ -70,13 +74,18 @@ def _pixels(patches: Patches) -> tuple[int, int]:
     return patches.features, 1
 
 
-def _images(patches: Patches, samples: int, generator: torch.Generator, *, cut: bool = False) -> Tensor:
-    """Random images [samples, patches, features], float32; with `cut` on a plain background. See `probe_inputs`."""
+def _images(patches: Patches, samples: int, kind: _Kind, generator: torch.Generator) -> Tensor:
+    """Random images [samples, patches, features], float32. See `probe_inputs`."""
     channels, side = _pixels(patches)
     dims = len(patches.grid)
     shape = [side * n for n in patches.grid]
-    waves = torch.meshgrid(*(torch.fft.fftfreq(n) for n in shape), indexing="ij")
-    frequency = torch.stack(waves).square().sum(0).sqrt().clamp_min(1 / max(shape))
+
+    def squares(axes: Sequence[Tensor]) -> Tensor:
+        return torch.stack(torch.meshgrid(*axes, indexing="ij")).square().sum(0)
+
+    frequency = squares([torch.fft.fftfreq(n) for n in shape]).sqrt().clamp_min(1 / max(shape))
+    far = squares([torch.linspace(-1, 1, n) for n in shape])
+    middle = 3 * (far.mean() - far)
     axes = tuple(range(2, 2 + dims))
     out = [torch.zeros(0, math.prod(patches.grid), patches.features)]
     for start in range(0, samples, _TOGETHER):
@@ -84,9 +93,12 @@ def _images(patches: Patches, samples: int, generator: torch.Generator, *, cut: 
         noise = torch.randn(count, channels, *shape, generator=generator)
         if channels > 1:
             noise = noise + torch.randn(count, 1, *shape, generator=generator)  # colours go together
-        power = 0.5 + torch.rand(count, 1, *[1] * dims, generator=generator)
-        image = _standard(torch.fft.ifftn(torch.fft.fftn(noise, dim=axes) * frequency**-power, dim=axes).real)
-        image = _standard(image.clamp_min(0)) if cut else image
+        power, u = (torch.rand(2, count, 1, *[1] * dims, generator=generator)).unbind()
+        image = _standard(torch.fft.ifftn(torch.fft.fftn(noise, dim=axes) * frequency ** -(1 + power), dim=axes).real)
+        if kind == "middle":
+            image = image + u * middle
+        if kind != "full":
+            image = _standard(image.clamp_min(0))
         image = image.reshape(count, channels, *(size for n in patches.grid for size in (n, side)))
         image = image.permute(0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2))
         out.append(image.reshape(count, -1, patches.features))
