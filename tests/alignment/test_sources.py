@@ -74,13 +74,13 @@ def test_surest_inputs(tokens: bool) -> None:
     a = uniform(pe="learned", layers=1, width=12, heads=2, vocab=11, positions=9, classes=5) if tokens else images(4, (3, 3))
     models = [{n: 6 * x if n == "head" else x for n, x in initialise(a, seed=s, generic=True).items()} for s in (0, 1)]
     length = 9 if tokens else None
-    x = surest_inputs(a, models, lambda seed: probe_inputs(a, 60, length=length, seed=seed), 101, rounds=3)
+    x = surest_inputs(a, models, lambda seed: probe_inputs(a, 300, length=length, seed=seed), 101, rounds=3)
     sure, shares = entropy(a, models, x)
     drawn, all_shares = entropy(a, models, probe_inputs(a, 101, length=length))
     assert len(x) == 101
-    assert sure < 0.97 * drawn
+    assert sure < 0.95 * drawn
     assert int(shares.max() - shares.min()) < int(all_shares.max() - all_shares.min())
-    again = surest_inputs(a, models, lambda seed: probe_inputs(a, 60, length=length, seed=seed), 101, rounds=3)
+    again = surest_inputs(a, models, lambda seed: probe_inputs(a, 300, length=length, seed=seed), 101, rounds=3)
     torch.testing.assert_close(x, again, rtol=0, atol=0)
 
 
