@@ -302,6 +302,9 @@ def test_version_and_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
     assert run([]) == 0
     assert "symmetry" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, "-m", "coset", "symmetry", "--heads", "0"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("coset: error: ")
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",), ("--help",)])
