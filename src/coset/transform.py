@@ -23,7 +23,7 @@ from coset.architecture import Architecture
 from coset.errors import CosetError
 from coset.groups import Element, Group, Product, Wreath
 from coset.groups.composite import WreathElement
-from coset.groups.monomial import reorder, take
+from coset.groups.monomial import reorder
 from coset.normal_form import Gauge, coordinates, fold, folded_architecture, random_gauge, read_gauge, unfold
 from coset.parameters import Parameters, TensorSpec, tensors
 from coset.symmetries import group as symmetry_group
@@ -43,11 +43,13 @@ def _heads(group: Wreath, g: WreathElement, spec: TensorSpec, x: Tensor) -> Tens
     kv, query = spec.axis("kv"), spec.axis("query")
     if kv is None:
         return x
-    x = reorder(x, g.order, kv)
     assert isinstance(group.inner, Product)
-    if query is not None:
-        moved = torch.movedim(x, (kv, query), (0, -1))
-        x = torch.movedim(take(moved, g.inner["query"]), (0, -1), (kv, query))
+    if query is None:
+        x = reorder(x, g.order, kv)
+    else:
+        # Both orders in one pass over the memory: the two axes are neighbours everywhere.
+        both, count = x.flatten(kv, query), x.shape[query]
+        x = reorder(both, (g.order[:, None] * count + g.inner["query"]).flatten(), kv).reshape(x.shape)
     for space in ("qk", "vo"):
         axis = spec.axis(space)
         if axis is not None:
