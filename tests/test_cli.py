@@ -341,6 +341,20 @@ def test_color_is_only_for_terminals_that_want_it(capsys: pytest.CaptureFixture[
     assert colored == [False, True]
 
 
+def test_to_be_terminated_is_to_be_interrupted() -> None:
+    code = (
+        "import os, signal, time, coset.cli.app as app\n"
+        "def verb(words):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('tidied'); return 130\n"
+        "app.run = verb; app.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "tidied\n"), done.stderr
+
+
 # --- demo -------------------------------------------------------------------------------------------------------------
 
 
@@ -362,9 +376,14 @@ def test_a_demo_that_cannot_be_written_trains_nothing(
 ) -> None:
     monkeypatch.setattr(study, "_train_all", None)
     (tmp_path / "file").touch()
-    for output in (tmp_path / "file/demo", Path("/proc/demo"), tmp_path / ("n" * 250)):
+    for output, message in (
+        (tmp_path / "file/demo", "the folder"),
+        (tmp_path / "no/demo", "the folder"),
+        (Path("/proc/demo"), "cannot write the demo"),
+        (tmp_path / ("n" * 250), "cannot write the demo"),
+    ):
         assert run(["demo", "-o", str(output), "--quiet"]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert err.startswith(f"coset: error: {output}: cannot be written (")
+        assert err.startswith(f"coset: error: {output}: {message}")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -459,7 +459,9 @@ def test_a_barrier_looks_at_its_data_before_it_matches(capsys, tmp_path, monkeyp
     save_file({"input_ids": torch.ones(7, 5, dtype=torch.int64)}, data)
     monkeypatch.setattr("coset.checkpoint.curves.find", None)
     message = refused(capsys, tmp_path, "barrier", path, path, "--data", data, "--matcher", "weights")
-    assert f"{data}: no head is modelled here" in message
+    assert f"{path}: BertModel has no head that is computed here" in message
+    task = ("align", path, path, "-o", tmp_path / "out", "--matcher", "learned", "--task", "--data", data)
+    assert "so there is no loss" in refused(capsys, tmp_path, *task)
 
 
 def test_texts(capsys, tmp_path):
@@ -529,6 +531,11 @@ def test_merges_and_barriers_that_make_no_sense(capsys, tmp_path, ids):
     assert "--data: it says how to align" in refused(capsys, tmp_path, *merges, "--no-align", "--data", ids)
     several = ("merge", path, path, path, "-o", tmp_path / "out", "--matcher", "learned", "--state", state)
     assert "one state serves one pair" in refused(capsys, tmp_path, *several)
+    for flag, other in (("--transform", "align"), ("--plot", "barrier")):
+        place = tmp_path / ("one.safetensors" if flag == "--transform" else "one.png")
+        more = ("-o", tmp_path / "out") if other == "align" else ("--data", ids)
+        words = (other, path, path, *more, "--matcher", "learned", "--state", place, flag, place)
+        assert "another output of the same command" in refused(capsys, tmp_path, *words)
     inside = ("align", path, path, "-o", tmp_path / "out", "--matcher", "learned", "--state", path / "s")
     assert "inside a checkpoint folder" in refused(capsys, tmp_path, *inside)
     state.write_text("not a state")

@@ -1,4 +1,4 @@
-"""The one exception that `coset` raises for bad input."""
+"""The one exception that `coset` raises for bad input, and the check that most of it shares."""
 
 
 class CosetError(ValueError):
@@ -7,3 +7,11 @@ class CosetError(ValueError):
     The message names what is wrong (file, tensor or flag), what was expected, what came, and what to try. The command
     line prints it without a traceback; further lines hold one difference each.
     """
+
+
+def require_whole(name: str, value: object, *, least: int) -> None:
+    """Raise unless `value` is an integer, no truth value, of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CosetError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise CosetError(f"{name} must be at least {least}, got {value}")

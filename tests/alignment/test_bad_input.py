@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from architecture_zoo import LAYER, attention, difference, distance, flags, function, model, of_layers
-from coset.alignment import Matching, Solvers, align, match
+from coset.alignment import Learning, Matching, Solvers, align, match
 from coset.alignment.matchers import find_match
-from coset.architecture import MLP, Architecture, Layer
+from coset.architecture import MLP, Architecture, Layer, Patches, uniform
 from coset.errors import CosetError
 from coset.transform import SPACES, random_transform
+from coset.transformer import initialise
 
 ROPE = flags("rope", "rms", "qkv", 3, None, "swiglu", False)
 PLAIN = flags("none", "layer", "all", 3, None, "relu", False)
@@ -246,6 +249,30 @@ def test_match_asks_for_one_block_at_a_time() -> None:
         blocks = [n.split(".")[1] if n.startswith("layers.") else "ends" for n in side.asked]
         runs = 1 + sum(x != y for x, y in itertools.pairwise(blocks))
         assert runs <= 12
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Matching("probes", samples=2.5), "samples must be an integer, got 2.5"),  # type: ignore[arg-type]
+        (lambda: Matching("probes", length=True), "length must be an integer, got True"),
+        (lambda: Matching("probes", seed=-1), "seed must be at least 0, got -1"),
+        (lambda: Matching(cycles=0), "cycles must be at least 1, got 0"),
+        (lambda: Learning(steps=1.5), "learning: steps must be an integer, got 1.5"),  # type: ignore[arg-type]
+        (lambda: Learning(patience=0), "learning: patience must be at least 1, got 0"),
+    ],
+)
+def test_numbers_that_are_no_counts(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(CosetError, match=re.escape(message)):
+        make()
+
+
+def test_images_have_a_length_of_their_own() -> None:
+    a = uniform(pe="none", layers=1, width=12, heads=2, inputs=Patches(4, (3, 3)), classes=5)
+    p = initialise(a, seed=0)
+    for matcher in ("probes", "learned"):
+        with pytest.raises(CosetError, match="leave out length 7"):
+            align(a, p, p, Matching(matcher, length=7))  # type: ignore[arg-type]
 
 
 def test_what_comes_after_the_closed_form_is_refused_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from coset.alignment.balance import balancing_element
 from coset.alignment.pair import Match, Pair, Progress, Step
 from coset.architecture import Architecture
-from coset.errors import CosetError
+from coset.errors import CosetError, require_whole
 from coset.groups import Element, Group, Orthogonal
 from coset.groups.composite import map_leaves
 from coset.objective import Agreement, Task
@@ -76,9 +76,8 @@ class Learning:
     places: tuple[float, ...] = (0.25, 0.5, 0.75)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "every"):
-            if getattr(self, name) < 1:
-                raise CosetError(f"learning: {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("steps", "batch", "every", *(() if self.patience is None else ("patience",))):
+            require_whole(f"learning: {name}", getattr(self, name), least=1)
         for name in ("stream_rate", "rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise CosetError(f"learning: {name} must be a number that is not negative, got {getattr(self, name)}")

@@ -28,7 +28,7 @@ from coset.alignment.pair import Alignment, Match, Pair, Progress
 from coset.alignment.search import require_heads, search_heads
 from coset.alignment.sources import check_size, default_samples, probe_inputs, sample_text, surest_inputs
 from coset.architecture import Architecture, Classifier, LanguageModel, Patches
-from coset.errors import CosetError
+from coset.errors import CosetError, require_whole
 from coset.objective import check_inputs, check_targets
 from coset.parameters import Parameters, check, tensors
 from coset.transform import SPACES
@@ -89,10 +89,10 @@ class Matching:
             raise CosetError(
                 f"source: only search and learned choose their inputs; matcher {self.matcher} fixes them; leave the source out"
             )
-        for name in ("samples", "length"):
+        for name in ("samples", "length", "seed", "cycles"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise CosetError(f"{name}: must be at least 1, got {value}")
+            if value is not None:
+                require_whole(name, value, least=0 if name == "seed" else 1)
 
     def resolved_source(self, architecture: Architecture, has_data: bool) -> Source | None:
         """Where the inputs come from: None for ``weights``.
@@ -130,6 +130,8 @@ def made_sizes(architecture: Architecture, how: Matching) -> tuple[int, int]:
     CosetError
         If they are longer than the architecture allows, or need more memory than there is.
     """
+    if isinstance(architecture.inputs, Patches) and how.length is not None:
+        raise CosetError(f"length: the grid {architecture.inputs.grid} fixes the number of patches; leave out length {how.length}")
     longest = 64 if architecture.length is None else architecture.length
     length = longest if isinstance(architecture.inputs, Patches) else how.length or min(64, longest)
     if length > longest and architecture.length is not None:

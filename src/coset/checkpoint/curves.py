@@ -11,7 +11,7 @@ import torch
 from coset.alignment.matchers import Matching
 from coset.alignment.pair import Progress, Step
 from coset.checkpoint.compatible import require_comparable, tied_beside_untied
-from coset.checkpoint.data import read_data
+from coset.checkpoint.data import read_data, require_loss
 from coset.checkpoint.matching import check_state, find, heldout, read_matching_data, record
 from coset.checkpoint.model import load, untie
 from coset.checkpoint.operations import Blocks, choose_spaces, for_alignment
@@ -102,7 +102,8 @@ def barrier_between(
     require_comparable(*seen)
     if how is None and (match_data is not None or state is not None or spaces is not None):
         raise CosetError("barrier: spaces, state and data to match on serve a matcher, and there is none; name one, or leave them out")
-    kept = None if how is None else check_state(state, how, [m.path for m in models])
+    kept = None if how is None else check_state(state, how, [m.path for m in models], plot)
+    require_loss(models[0])
     inputs, targets = read_data(data, models[0], length=length, samples=samples)
     architecture = seen[0].architecture
     check_data(architecture, inputs, targets, str(data))

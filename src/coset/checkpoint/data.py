@@ -9,13 +9,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coset.architecture import Tokens
+from coset.architecture import StreamOutput, Tokens
 from coset.checkpoint.model import Model
 from coset.errors import CosetError
 from coset.objective import check_inputs, check_targets
 
 LENGTH = 256
 """Tokens in a window of text, where the model allows as many."""
+
+
+def require_loss(model: Model) -> None:
+    """Raise unless the model's own head is computed here, so that it has a loss."""
+    if isinstance(model.architecture.outputs, StreamOutput):
+        raise CosetError(
+            f"{model.path}: {model.head} has no head that is computed here (it would be kept as it is), so there is no loss; expected a causal "
+            "language model, or a classifier whose head reads the stream"
+        )
 
 
 def read_data(

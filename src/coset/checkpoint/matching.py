@@ -14,7 +14,7 @@ from coset.alignment.many import align_many
 from coset.alignment.matchers import Matching, describe, find_match, made_sizes, make_inputs
 from coset.alignment.pair import Match, Progress, Step
 from coset.architecture import Architecture
-from coset.checkpoint.data import read_data
+from coset.checkpoint.data import read_data, require_loss
 from coset.checkpoint.model import Model, untie
 from coset.checkpoint.outputs import check_file
 from coset.connect.refitting import refit
@@ -49,6 +49,8 @@ def read_matching_data(path: str | os.PathLike[str] | None, model: Model, how: M
         matcher makes instead would not; or if they are too few to hold any out, for ``learned`` or a refit.
     """
     source = how.resolved_source(model.architecture, path is not None)
+    if how.task and how.matcher == "learned":
+        require_loss(model)
     if path is None:
         if source in ("probes", "self"):
             _check_held_out(made_sizes(model.architecture, how)[0], how, refitted)  # which refuses what does not fit, before any work
@@ -82,15 +84,20 @@ def _from(how: Matching) -> str:
     return "" if how.source is None else f" with source {how.source}"
 
 
-def check_state(state: str | os.PathLike[str] | None, how: Matching, folders: Sequence[str | os.PathLike[str]]) -> Path | None:
-    """The file that an interrupted ``learned`` continues from; raise before any work if there can be none."""
+def check_state(
+    state: str | os.PathLike[str] | None,
+    how: Matching,
+    folders: Sequence[str | os.PathLike[str]],
+    apart: str | os.PathLike[str] | None = None,
+) -> Path | None:
+    """The file that an interrupted ``learned`` continues from, `apart` from another output; raise before any work if there can be none."""
     if state is None:
         return None
     path = Path(state)
     if how.matcher != "learned":
         raise CosetError(f"{path}: only the matcher learned keeps a state, {how.matcher} has none; leave the state out")
     # It may be there: that is what it is for.
-    return check_file(path, "state", outside=[Path(folder) for folder in folders], overwrite=True)
+    return check_file(path, "state", outside=[Path(folder) for folder in folders], apart=[apart], overwrite=True)
 
 
 def whole(model: Model, *, untied: bool = False) -> dict[str, Tensor]:

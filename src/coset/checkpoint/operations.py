@@ -417,7 +417,7 @@ def align(
     check_output(out, [m.path for m in models], overwrite)
     if transform is not None:
         check_transform_file(transform, [*(m.path for m in models), Path(out)], overwrite)
-    kept = check_state(state, how, [*(m.path for m in models), out])
+    kept = check_state(state, how, [*(m.path for m in models), out], transform)
     target = untie(models[1]) if untied else models[1]
     chosen, notes = choose_spaces(target, for_alignment(spaces))
     own = read_matching_data(data, target, how)

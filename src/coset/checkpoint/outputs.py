@@ -11,7 +11,13 @@ from coset.errors import CosetError
 
 
 def check_file(
-    path: str | os.PathLike[str], what: str, *, suffixes: tuple[str, ...] = (), outside: Iterable[Path] = (), overwrite: bool = False
+    path: str | os.PathLike[str],
+    what: str,
+    *,
+    suffixes: tuple[str, ...] = (),
+    outside: Iterable[Path] = (),
+    apart: Iterable[str | os.PathLike[str] | None] = (),
+    overwrite: bool = False,
 ) -> Path:
     """Refuse a file that could not be written when the work is done; nothing is left at its place.
 
@@ -23,13 +29,16 @@ def check_file(
         What its name may end in; empty: anything.
     outside
         Checkpoint folders in which it must not lie.
+    apart
+        Other files that the same command writes; None: one that it does not.
     overwrite
         Whether it may be there already.
 
     Raises
     ------
     CosetError
-        If it is a folder, is there already, has another suffix or lies in one of the folders, or if a file beside it cannot be made.
+        If it is a folder, is there already, has another suffix, lies in one of the folders or is one of the other files, or if a file beside
+        it cannot be made.
     """
     path = Path(path)
     if path.is_dir():
@@ -37,9 +46,13 @@ def check_file(
     if os.path.lexists(path) and not overwrite:
         raise CosetError(f"{path}: the {what} already exists; give another name, or --overwrite")
     if suffixes and path.suffix not in suffixes:
-        raise CosetError(f"{path}: the {what} is a {' or '.join(suffixes)} file, got {path.name}; name it {path.stem}{suffixes[0]}")
+        raise CosetError(
+            f"{path}: the {what} is a {' or '.join(suffixes)} file, got {path.name}; name it {path.stem.rstrip('.')}{suffixes[0]}"
+        )
     if any(folder.resolve() in (path.resolve(), *path.resolve().parents) for folder in outside):
         raise CosetError(f"{path}: the {what} lies inside a checkpoint folder; choose a place beside it")
+    if any(Path(other).resolve() == path.resolve() for other in apart if other is not None):
+        raise CosetError(f"{path}: the {what} is another output of the same command as well; give it a name of its own")
     check_place(path, what)
     return path
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -79,7 +80,8 @@ app.command(study)
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Run the command line and exit. To be terminated is to be interrupted: what is half-written goes away."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 

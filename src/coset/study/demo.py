@@ -36,6 +36,7 @@ from torch import Tensor
 
 from coset.alignment import align
 from coset.architecture import Architecture, Patches, Rotary, uniform
+from coset.checkpoint.outputs import check_place
 from coset.connect import DEFINITION, Barrier, Curve, Panel, barrier, draw, percent_of_naive, save, score, summarise
 from coset.errors import CosetError
 from coset.parameters import Parameters
@@ -280,10 +281,7 @@ def run(
     pairs = [Pair(a, b) for a, b in itertools.combinations(models, 2) if (a.pe, a.scope) == (b.pe, b.scope)]
     # Beside the output, so that the last step is a rename within one file system.
     folder = output.absolute().parent / f".{output.name}.{secrets.token_hex(4)}.partial"
-    try:
-        (folder / "models").mkdir(parents=True)
-    except OSError as error:
-        raise CosetError(f"{output}: cannot be written ({error.strerror}); choose another output") from None
+    (folder / "models").mkdir(parents=True)
     try:
         with _pool(min(workers or _cores(), len(models))) as pool, _progress(quiet) as progress:
             trained = _train_all(pool, progress, folder, bases, models, settings)
@@ -445,6 +443,7 @@ _OWN = {"results.json", "barriers.png", "models"}
 
 def _check_output(output: Path, overwrite: bool) -> None:
     if not output.exists() and not output.is_symlink():
+        check_place(output, "demo")
         return
     if not output.is_dir() or output.is_symlink():
         raise CosetError(f"{output}: expected a folder to write to, or nothing; it is something else")
