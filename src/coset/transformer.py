@@ -153,6 +153,12 @@ def _fan_in(spec: TensorSpec) -> int | None:
     return math.prod(a.size for a in inputs) if writes else None
 
 
+def require_no_length(patches: Patches, length: int | None) -> None:
+    """Raise if a length is asked for where the grid of patches is one."""
+    if length is not None:
+        raise CosetError(f"length: the grid {patches.grid} fixes the number of patches; leave out length {length}")
+
+
 def random_inputs(
     architecture: Architecture, samples: int, *, length: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -172,8 +178,7 @@ def random_inputs(
     """
     generator = torch.Generator().manual_seed(seed)
     if isinstance(architecture.inputs, Patches):
-        if length is not None:
-            raise CosetError(f"random inputs: the grid {architecture.inputs.grid} fixes the number of patches; leave out length {length}")
+        require_no_length(architecture.inputs, length)
         shape = (samples, math.prod(architecture.inputs.grid), architecture.inputs.features)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     longest = architecture.length

@@ -32,6 +32,7 @@ from coset.errors import CosetError, require_whole
 from coset.objective import check_inputs, check_targets
 from coset.parameters import Parameters, check, tensors
 from coset.transform import SPACES
+from coset.transformer import require_no_length
 
 Matcher = Literal["weights", "probes", "self", "activations", "search", "learned"]
 MATCHERS: tuple[Matcher, ...] = get_args(Matcher)
@@ -130,8 +131,8 @@ def made_sizes(architecture: Architecture, how: Matching) -> tuple[int, int]:
     CosetError
         If they are longer than the architecture allows, or need more memory than there is.
     """
-    if isinstance(architecture.inputs, Patches) and how.length is not None:
-        raise CosetError(f"length: the grid {architecture.inputs.grid} fixes the number of patches; leave out length {how.length}")
+    if isinstance(architecture.inputs, Patches):
+        require_no_length(architecture.inputs, how.length)
     longest = 64 if architecture.length is None else architecture.length
     length = longest if isinstance(architecture.inputs, Patches) else how.length or min(64, longest)
     if length > longest and architecture.length is not None:

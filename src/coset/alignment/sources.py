@@ -18,7 +18,7 @@ from torch import Tensor
 from coset.architecture import Alibi, Architecture, Experts, LanguageModel, Patches, RelativeBias
 from coset.errors import CosetError
 from coset.parameters import Parameters
-from coset.transformer import Cache, forward, random_inputs
+from coset.transformer import Cache, forward, random_inputs, require_no_length
 
 _TOGETHER = 64
 """Random images made at a time."""
@@ -49,8 +49,7 @@ def probe_inputs(architecture: Architecture, samples: int, *, length: int | None
     generator = torch.Generator().manual_seed(seed)
     sizes = [samples // 3 + (i < samples % 3) for i in range(3)]
     if isinstance(architecture.inputs, Patches):
-        if length is not None:
-            raise CosetError(f"probes: the grid {architecture.inputs.grid} fixes the number of patches; leave out length {length}")
+        require_no_length(architecture.inputs, length)
         parts = [_images(architecture.inputs, n, kind, generator) for n, kind in zip(sizes, _KINDS, strict=True)]
     else:
         parts = list(torch.split(random_inputs(architecture, samples, length=length, seed=seed), sizes))
