@@ -110,11 +110,12 @@ def check(name: str, model: Path, work: Path, matcher: str, level: float, thread
     print(f"{name}, noise {level:g}, matcher {matcher}\n{'block':>8} {'noise alone':>12} {'scrambled':>10} {'aligned':>9} {'ratio':>7}")
     for d in found["distances"]:
         alone = least[d["layer"]]
-        good &= d["after"] < d["before"]
         block = "ends" if d["layer"] is None else d["layer"]
         print(f"{block:>8} {alone:>12.5f} {d['before']:>10.4f} {d['after']:>9.5f} {d['after'] / alone:>7.4f}")
     back = planted.then(Transform.load(element, planted.architecture)).element
-    print("back in place: " + ", ".join(f"{kind} {n} of {total}" for kind, (n, total) in places(back).items()))
+    found_again = places(back)
+    good &= all(n == total for n, total in found_again.values())
+    print("back in place: " + ", ".join(f"{kind} {n} of {total}" for kind, (n, total) in found_again.items()))
     print(
         f"align: {seconds:.0f} s, {cpu:.0f} s of processor time, peak {peak:.2f} GB (limits {LIMIT_SECONDS:.0f} s, {LIMIT_GB:.0f} GB); "
         f"notes: {len(found['notes'])}",

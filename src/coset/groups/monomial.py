@@ -216,7 +216,8 @@ class Monomial(Group):
         if variance == 0:
             return moved
         scale = g.scale.reshape(*g.scale.shape[:-1], *(1,) * (x.ndim - g.scale.ndim), self.n).to(x.dtype)
-        return moved * scale if variance > 0 else moved / scale
+        # `take` has made a copy: scaled in place, for a second one of a large tensor costs as much as the product.
+        return moved.mul_(scale) if variance > 0 else moved.div_(scale)
 
     def best(self, inner: Tensor) -> MonomialElement:
         r"""The element g of a compact group (no free scales) that maximises ``⟨B g, A⟩`` given ``inner = BᵀA`` [*batch, n, n].
