@@ -92,7 +92,7 @@ def _images(patches: Patches, samples: int, kind: _Kind, generator: torch.Genera
         noise = torch.randn(count, channels, *shape, generator=generator)
         if channels > 1:
             noise = noise + torch.randn(count, 1, *shape, generator=generator)  # colours go together
-        power, u = (torch.rand(2, count, 1, *[1] * dims, generator=generator)).unbind()
+        power, u = torch.rand(2, count, 1, *[1] * dims, generator=generator).unbind()
         image = _standard(torch.fft.ifftn(torch.fft.fftn(noise, dim=axes) * frequency ** -(1 + power), dim=axes).real)
         if kind == "middle":
             image = image + u * middle
