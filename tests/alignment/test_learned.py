@@ -79,6 +79,34 @@ def test_one_end_or_both() -> None:
     assert between(a, p, one.transform(q), x) < between(a, p, start.transform(q), x)
 
 
+def test_gains_are_free_on_the_other_end() -> None:
+    """Gains of its own let the other model come closer, though neither end sees them; without the space they stay the reference's."""
+    a, p, q, x = pair(mlp="swiglu", qk_norm=True)
+    start = match_activations(a, p, q, x)
+    still, free = (learn(a, p, q, start, x, how=replace(QUICK, steps=80, gain_rate=rate), spaces=SPACES) for rate in (0.0, 0.1))
+    exact = {n: t.double() for n, t in q.items()}
+    moved = free.transform(exact)
+    assert difference(forward(a, moved, x), forward(a, exact, x)) <= 1e-9
+    assert between(a, p, moved, x) < between(a, p, still.transform(q), x)
+    gains = [n for n in p if n.endswith(".gain")]
+    assert all(difference(still.transform(exact)[n], p[n].double()) <= 1e-12 for n in gains)
+    assert all(difference(moved[n], p[n].double()) > 1e-2 for n in gains)
+    assert free.transform.belongs()
+    back = free.transform.inverse()(moved)
+    assert all(difference(back[n], exact[n]) <= 1e-9 for n in exact)
+
+    spaces = tuple(s for s in SPACES if s != "gains")
+    fixed = learn(a, p, q, match_activations(a, p, q, x, spaces=spaces), x, how=QUICK, spaces=spaces)
+    assert all(difference(fixed.transform(exact)[n], p[n].double()) <= 1e-12 for n in gains)
+
+
+def test_gains_alone_can_be_learned() -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x, spaces=("gains",))
+    found = learn(a, p, q, start, x, how=QUICK, spaces=("gains",))
+    assert between(a, p, found.transform(q), x) < between(a, p, start.transform(q), x)
+
+
 def test_places_beside_the_middle() -> None:
     """Learning at three places lowers the loss at the quarters below what learning halfway leaves there."""
     a, p, q, x = pair()
@@ -155,7 +183,7 @@ def test_state_that_cannot_be_written(tmp_path: Path) -> None:
 def test_divergence_keeps_the_best_state() -> None:
     a, p, q, x = pair()
     start = match_activations(a, p, q, x)
-    found = learn(a, p, q, start, x, how=Learning(steps=60, every=5, rate=300.0, stream_rate=30.0), spaces=SPACES)
+    found = learn(a, p, q, start, x, how=Learning(steps=60, every=5, rate=300.0, stream_rate=30.0, gain_rate=30.0), spaces=SPACES)
     assert found.notes
     assert any("not" in n or "nothing better" in n for n in found.notes)
     assert between(a, p, found.transform(q), x) <= between(a, p, start.transform(q), x) * (1 + 1e-6)
@@ -165,7 +193,7 @@ def test_divergence_keeps_the_best_state() -> None:
 def test_patience_stops_early() -> None:
     a, p, q, x = pair()
     start = match_activations(a, p, q, x)
-    how = Learning(steps=500, every=1, patience=2, rate=0.0, stream_rate=0.0)
+    how = Learning(steps=500, every=1, patience=2, rate=0.0, stream_rate=0.0, gain_rate=0.0)
     found = learn(a, p, q, start, x, how=how, spaces=SPACES)
     assert len(found.history) == 3
     assert any("nothing better" in n for n in found.notes)
@@ -212,6 +240,7 @@ def test_bad_settings() -> None:
         {"momentum": 1.5},
         {"batch": 0},
         {"stream_rate": float("nan")},
+        {"gain_rate": -0.1},
         {"places": ()},
         {"places": (0.5, 1.0)},
     ):

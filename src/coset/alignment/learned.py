@@ -1,6 +1,6 @@
 r"""Learned alignment: the group element of lowest loss between the models, found by gradients inside the group.
 
-    minimise  Σ_t L( (1 - t) g_A·A + t g_B·B )   over elements g_A, g_B of the continuous part of the group,
+    minimise  Σ_t L( (1 - t) g_A·A + t g_B·B )   over elements g_A, g_B of the continuous part of the group, and the gains of B,
 
 where t runs over a few places of the segment, and L is the task's loss, or without labels the cross-entropy to the mean of the two models'
 probabilities. Orders of heads and neurons stay as a closed-form matching left them. Every step takes the gradient at the identity, in the Lie
@@ -8,7 +8,9 @@ algebra, and multiplies exp(step) onto the element, so both ends stay *exactly* 
 by orthogonalised momentum; what is not compact by Adam.
 
 The result is one element: (1 - t) g_A·A + t g_B·B and (1 - t) A + t g_B g_A^{-1}·B are the same function, because the group acts linearly on the
-normal form. So the reference is never rewritten.
+normal form. So the reference is never rewritten. Gains do not act linearly: with γ_B = r γ_A lane by lane, what reads the norm is, halfway,
+¼ diag(γ_A) ((1 + r) W_A + (1 + 1/r) W_B). Neither end sees r, yet the sum of weights is above one unless r = 1: where the models differ their mean
+is too small, and r makes up for it. Gains live in the reference's own lanes, so only the other model's stream turns.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,8 +33,9 @@ from coset.architecture import Architecture
 from coset.errors import CosetError, require_whole
 from coset.groups import Element, Group, Orthogonal
 from coset.groups.composite import map_leaves
+from coset.normal_form import coordinates, unfold
 from coset.objective import Agreement, Task
-from coset.parameters import Parameters
+from coset.parameters import Parameters, tensors
 from coset.transform import Transform, move
 
 
@@ -46,8 +49,8 @@ class Learning:
         Gradient steps; rates decline linearly to zero after a warm-up over the first `warmup` of them.
     batch
         Inputs a step.
-    stream_rate, rate
-        Step of the stream (radians in every plane that turns) and of everything else (Adam).
+    stream_rate, rate, gain_rate
+        Step of the stream (radians in every plane that turns); of bases inside heads and scales of neurons, and of logarithms of gains, by Adam.
     momentum
         Of the stream.
     validation
@@ -57,7 +60,7 @@ class Learning:
     patience
         Looks without improvement after which learning stops; None: never.
     keep_reference
-        Move the other model alone.
+        Move bases and scales of the other model alone; of stream and gains it is always the other model's that move.
     places
         Where on the segment the loss is lowered, one place a step, in turn; a look takes the mean over them. Halfway alone may leave a barrier
         beside the middle.
@@ -65,8 +68,9 @@ class Learning:
 
     steps: int = 600
     batch: int = 32
-    stream_rate: float = 3e-2
-    rate: float = 1e-2
+    stream_rate: float = 6e-2
+    rate: float = 2e-2
+    gain_rate: float = 1e-1
     momentum: float = 0.9
     warmup: float = 0.05
     validation: float = 0.1
@@ -78,7 +82,7 @@ class Learning:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "every", *(() if self.patience is None else ("patience",))):
             require_whole(f"learning: {name}", getattr(self, name), least=1)
-        for name in ("stream_rate", "rate"):
+        for name in ("stream_rate", "rate", "gain_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise CosetError(f"learning: {name} must be a number that is not negative, got {getattr(self, name)}")
         if not self.places or not all(0 < t < 1 for t in self.places):
@@ -109,34 +113,34 @@ def orthogonalised(x: Tensor, iterations: int = 6) -> Tensor:
 
 
 class _Leaf:
-    """One learnable tensor of an element's directions, and the state of its optimiser."""
+    """One learnable tensor of directions, and the state of its optimiser: orthogonalised momentum if there is a momentum, else Adam."""
 
-    def __init__(self, shape: torch.Size, *, compact: bool):
-        self.compact = compact
+    def __init__(self, shape: torch.Size, rate: float, momentum: float | None = None):
+        self.rate, self.momentum = rate, momentum
         self.first = torch.zeros(shape, dtype=torch.float64)
         self.second = torch.zeros(shape, dtype=torch.float64)
 
-    def step(self, gradient: Tensor, count: int, factor: float, how: Learning) -> Tensor:
-        """The direction to move in, given the gradient at the identity."""
-        if self.compact:
-            self.first = how.momentum * self.first + gradient
-            return -how.stream_rate * factor * orthogonalised(gradient + how.momentum * self.first)
+    def step(self, gradient: Tensor, count: int, factor: float) -> Tensor:
+        """The direction to move in, given the gradient where it is."""
+        if self.momentum is not None:
+            self.first = self.momentum * self.first + gradient
+            return -self.rate * factor * orthogonalised(gradient + self.momentum * self.first)
         self.first = 0.9 * self.first + 0.1 * gradient
         self.second = 0.99 * self.second + 0.01 * gradient.square()
         scale = (self.second / (1 - 0.99**count)).sqrt() + 1e-12
-        return -how.rate * factor * (self.first / (1 - 0.9**count)) / scale
+        return -self.rate * factor * (self.first / (1 - 0.9**count)) / scale
 
 
 class _End:
     """One end of the segment: its normal form, the element found so far, and the optimiser."""
 
-    def __init__(self, pair: Pair, normal: Parameters, keys: tuple[str, ...]):
+    def __init__(self, pair: Pair, normal: Parameters, keys: tuple[str, ...], how: Learning):
         self.pair, self.normal = pair, dict(normal)
         self.groups: dict[str, Group] = {key: pair.groups[key] for key in keys}
         self.element: dict[str, Element] = {key: g.identity() for key, g in self.groups.items()}
         self.best = dict(self.element)
         self.leaves = {
-            f"{key}/{name}": _Leaf(leaf.shape, compact=isinstance(g, Orthogonal))
+            f"{key}/{name}": _Leaf(leaf.shape, how.stream_rate, how.momentum) if isinstance(g, Orthogonal) else _Leaf(leaf.shape, how.rate)
             for key, g in self.groups.items()
             for name, leaf in _free_leaves(pair, key).items()
         }
@@ -156,12 +160,14 @@ class _End:
                 if f"{key}/{name}" in self.leaves:
                     held[f"{key}/{name}"] = parts[name] = parts[name].requires_grad_()
             element[key] = group.build(parts)
+        if not held:
+            return {}
         moved = move(self.pair.folded, element, weights)
         total = torch.stack([(x * upstream[name]).sum() for name, x in moved.items() if x is not weights[name]]).sum()
         found = torch.autograd.grad(total, list(held.values()))
         return {name: g.to(torch.float64) for name, g in zip(held, found, strict=True)}
 
-    def advance(self, gradient: Mapping[str, Tensor], count: int, factor: float, how: Learning) -> None:
+    def advance(self, gradient: Mapping[str, Tensor], count: int, factor: float) -> None:
         """One step of the optimiser, multiplied onto the element."""
         for key, group in self.groups.items():
             zero = map_leaves(lambda leaf: torch.zeros_like(leaf) if leaf.is_floating_point() else leaf, group.identity())
@@ -171,12 +177,48 @@ class _End:
 
             projected = group.leaves(inside(gradient))
             steps = {
-                name: leaf.step(projected[name.partition("/")[2]], count, factor, how)
+                name: leaf.step(projected[name.partition("/")[2]], count, factor)
                 for name, leaf in self.leaves.items()
                 if name.startswith(f"{key}/")
             }
             # Adam's division is lane by lane, so its step is projected again.
             self.element[key] = group.compose(self.element[key], group.exponential(inside(steps)))
+
+
+class _Gains:
+    """Logarithms of the gains in which the other end is written, over the reference's, and their optimiser."""
+
+    def __init__(self, pair: Pair, how: Learning):
+        available = coordinates(pair.architecture)
+        self.pair = pair
+        # Everything that is folded is written back at rest: shifts at zero, gains at one.
+        self.rest: dict[str, Tensor] = {
+            name: (torch.ones_like if available[name].space == "gains" else torch.zeros_like)(value) for name, value in pair.target.items()
+        }
+        self.log = {name: torch.zeros_like(self.rest[name]) for name in free_gains(pair)}
+        self.best = dict(self.log)
+        self.leaves = {name: _Leaf(log.shape, how.gain_rate) for name, log in self.log.items()}
+
+    def write(self, normal: Parameters, log: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A normal form as a model of the whole architecture; differentiable in both."""
+        return unfold(self.pair.architecture, normal, self.rest | {name: x.exp() for name, x in log.items()})
+
+    def advance(self, gradient: Mapping[str, Tensor], count: int, factor: float) -> None:
+        """One step of the optimiser."""
+        self.log = {name: x + self.leaves[name].step(gradient[name], count, factor) for name, x in self.log.items()}
+
+    def target(self) -> dict[str, Tensor]:
+        """The gauge in which the other model is written, in the best state."""
+        return self.pair.target | {name: self.pair.target[name] * x.exp() for name, x in self.best.items()}
+
+
+def free_gains(pair: Pair) -> tuple[str, ...]:
+    """The gauge coordinates of a pair whose gains may be learned."""
+    available, layers = coordinates(pair.architecture), range(len(pair.architecture.layers))
+    inside = {*pair.layers, *((None,) if set(pair.layers) == set(layers) else ())}
+    return tuple(
+        name for name in pair.names if "gains" in pair.spaces and available[name].space == "gains" and available[name].layer in inside
+    )
 
 
 def _free_leaves(pair: Pair, key: str) -> dict[str, Tensor]:
@@ -189,19 +231,19 @@ def _free_leaves(pair: Pair, key: str) -> dict[str, Tensor]:
 
 
 def learnable(pair: Pair) -> tuple[str, ...]:
-    """The spaces of a pair in which something continuous can move.
+    """The spaces of a pair in which an element can move continuously.
 
     Raises
     ------
     CosetError
-        If there is none.
+        If there is none, and no gain is free either.
     """
     keys = tuple(
         key
         for key, g in pair.groups.items()
         if g.dimension > 0 and (key == "stream" or int(key.split(".")[1]) in pair.layers) and _free_leaves(pair, key)
     )
-    if not keys:
+    if not keys and not free_gains(pair):
         raise CosetError(f"learning: this architecture has no continuous freedom in {', '.join(pair.spaces)}")
     return keys
 
@@ -285,24 +327,27 @@ def learn(
     a, b = pair.normal(reference), move(pair.folded, start.transform.element, pair.normal(other))
     # The same change of basis on both ends leaves the segment as it is; the optimiser works best where the bases are balanced.
     balance = {key: g for key, g in balancing_element(pair.folded, a).items() if key in keys}
-    ends = [_End(pair, move(pair.folded, balance, p), keys) for p in (a, b)]
-    plain = [{name: x.to(dtype) for name, x in p.items()} for p in (a, b)]
+    inner = () if how.keep_reference else tuple(key for key in keys if key != "stream")
+    ends = [_End(pair, move(pair.folded, balance, p), moving, how) for p, moving in ((a, inner), (b, keys))]
+    gains = _Gains(pair, how)
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    goal = Task(pair.folded, inputs, targets) if task else Agreement(pair.folded, plain, inputs)
-    run = _Run(pair, ends, goal, how, seed, dtype, state, _identity_of(start, inputs, targets, how, seed, task))
+    plain = [{name: p[name].to(dtype) for name in tensors(architecture)} for p in (reference, other)]
+    goal = Task(architecture, inputs, targets) if task else Agreement(architecture, plain, inputs)
+    run = _Run(ends, gains, goal, how, seed, dtype, state, _identity_of(start, inputs, targets, how, seed, task))
     history, notes = run.go(progress)
     element = {}
     for key in pair.groups:
         g = start.transform.element[key]
         if key in keys:
             group, turn = pair.groups[key], balance.get(key, pair.groups[key].identity())
-            for factor in (turn, ends[1].best[key], group.inverse(ends[0].best[key]), group.inverse(turn)):
+            back = [group.inverse(ends[0].best[key])] if key in inner else []
+            for factor in (turn, ends[1].best[key], *back, group.inverse(turn)):
                 g = group.compose(g, factor)
             if isinstance(group, Orthogonal):
                 # Hundreds of products leave it orthogonal to rounding only.
                 g = group.best(g)
         element[key] = g
-    return Match(Transform(architecture, element, pair.source, pair.target), tuple(history), (*pair.notes, *notes))
+    return Match(Transform(architecture, element, pair.source, gains.target()), tuple(history), (*pair.notes, *notes))
 
 
 def _identity_of(start: Match, inputs: Tensor, targets: Tensor | None, how: Learning, seed: int, task: bool) -> str:
@@ -322,8 +367,8 @@ class _Run:
 
     def __init__(
         self,
-        pair: Pair,
         ends: list[_End],
+        gains: _Gains,
         goal: Agreement | Task,
         how: Learning,
         seed: int,
@@ -331,7 +376,7 @@ class _Run:
         state: Path | None,
         identity: str,
     ):
-        self.pair, self.ends, self.goal, self.how, self.seed, self.dtype = pair, ends, goal, how, seed, dtype
+        self.ends, self.gains, self.goal, self.how, self.seed, self.dtype = ends, gains, goal, how, seed, dtype
         self.state, self.identity = state, identity
         order = torch.randperm(len(goal.inputs), generator=torch.Generator().manual_seed(seed))
         held = min(max(1, round(how.validation * len(order))), _HELD_OUT)
@@ -340,16 +385,20 @@ class _Run:
         self.best = math.inf
 
     def ends_now(self) -> list[dict[str, Tensor]]:
-        """Weights of both ends."""
+        """Normal forms of both ends."""
         return [end.weights(end.element, self.dtype) for end in self.ends]
+
+    def between(self, sides: Sequence[Parameters], log: Mapping[str, Tensor], t: float) -> dict[str, Tensor]:
+        """The model at t of the segment."""
+        a, b = self.gains.write(sides[0], {}), self.gains.write(sides[1], log)
+        return {name: (1 - t) * x + t * b[name] for name, x in a.items()}
 
     def look(self) -> float:
         """Loss on the held-out inputs, mean over the places."""
-        a, b = self.ends_now()
-        total = 0.0
+        sides, total = self.ends_now(), 0.0
         with torch.no_grad():
             for t in self.how.places:
-                between = {name: (1 - t) * x + t * b[name] for name, x in a.items()}
+                between = self.between(sides, self.gains.log, t)
                 parts = torch.split(self.held, max(1, self.how.batch))
                 total += sum(float(self.goal.loss(between, rows)) * len(rows) for rows in parts) / len(self.held)
         return total / len(self.how.places)
@@ -359,20 +408,19 @@ class _Run:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + count)
         rows = self.train[torch.randint(len(self.train), (min(self.how.batch, len(self.train)),), generator=generator)]
         sides, t = self.ends_now(), self.how.places[(count - 1) % len(self.how.places)]
-        between = {name: ((1 - t) * x + t * sides[1][name]).requires_grad_() for name, x in sides[0].items()}
-        loss = self.goal.loss(between, rows)
+        held = [{name: x.detach().requires_grad_() for name, x in p.items()} for p in (*sides, self.gains.log)]
+        loss = self.goal.loss(self.between(held[:2], held[2], t), rows)
         if not bool(torch.isfinite(loss)):
             return False
-        found = torch.autograd.grad(loss, list(between.values()), allow_unused=True)
-        gradient = {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(between.items(), found, strict=True)}
-        if not all(bool(torch.isfinite(g).all()) for g in gradient.values()):
+        found = iter(torch.autograd.grad(loss, [x for p in held for x in p.values()], allow_unused=True))
+        gradients = [{name: torch.zeros_like(x) if (g := next(found)) is None else g for name, x in p.items()} for p in held]
+        if not all(bool(torch.isfinite(g).all()) for p in gradients for g in p.values()):
             return False
         warm = max(1, round(self.how.warmup * self.how.steps))
         factor = count / warm if count < warm else (self.how.steps - count) / max(1, self.how.steps - warm)
-        for end, weights, share in zip(self.ends, sides, (1 - t, t), strict=True):
-            if end is self.ends[1] or not self.how.keep_reference:
-                upstream = {name: share * g for name, g in gradient.items()}
-                end.advance(end.gradient(weights, upstream), count, factor, self.how)
+        for end, weights, upstream in zip(self.ends, sides, gradients, strict=False):
+            end.advance(end.gradient(weights, upstream), count, factor)
+        self.gains.advance(gradients[2], count, factor)
         return True
 
     def go(self, progress: Progress | None) -> tuple[list[Step], list[str]]:
@@ -401,6 +449,7 @@ class _Run:
                 self.best = loss
                 for end in self.ends:
                     end.best = dict(end.element)
+                self.gains.best = dict(self.gains.log)
             if progress is not None:
                 progress(f"loss between {loss:.4g} (start {self.losses[0][1]:.4g})", done, self.how.steps)
             if self.how.patience is not None and waited >= self.how.patience:
@@ -423,6 +472,9 @@ class _Run:
                     content |= {f"{side}/{kind}/{key}/{name}": leaf.clone() for name, leaf in group.leaves(g).items()}
             for name, leaf in end.leaves.items():
                 content |= {f"{side}/first/{name}": leaf.first, f"{side}/second/{name}": leaf.second}
+        for name, leaf in self.gains.leaves.items():
+            content |= {f"gains/now/{name}": self.gains.log[name].clone(), f"gains/best/{name}": self.gains.best[name].clone()}
+            content |= {f"gains/first/{name}": leaf.first, f"gains/second/{name}": leaf.second}
         facts = {"coset": "learning", "identity": self.identity, "done": str(done), "losses": json.dumps(self.losses)}
         temporary = self.state.with_name(f".{self.state.name}.tmp")
         try:
@@ -450,4 +502,7 @@ class _Run:
                     into[key] = group.build({name[len(lead) :]: leaf for name, leaf in content.items() if name.startswith(lead)})
             for name, leaf in end.leaves.items():
                 leaf.first, leaf.second = content[f"{side}/first/{name}"], content[f"{side}/second/{name}"]
+        for name, leaf in self.gains.leaves.items():
+            self.gains.log[name], self.gains.best[name] = content[f"gains/now/{name}"], content[f"gains/best/{name}"]
+            leaf.first, leaf.second = content[f"gains/first/{name}"], content[f"gains/second/{name}"]
         return int(facts["done"])
