@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -25,7 +26,7 @@ from coset.symmetries import symmetry
 
 
 def words(flags: str) -> list[str]:
-    return flags.split()
+    return shlex.split(flags)
 
 
 def run_json(capsys: pytest.CaptureFixture[str], flags: str) -> Any:
@@ -215,6 +216,9 @@ def test_layers_label(indices: list[int], label: str) -> None:
         ("symmetry --pe learned --rotary-dim 4", "--rotary-dim: it has no meaning with --pe learned"),
         ("symmetry --positions 9", "--positions: it has no meaning with --pe rope; leave it out, or use --pe sinusoidal or learned"),
         ("certify --pe t5 --positions 9", "--positions: it has no meaning with --pe t5"),
+        ("align a b -o ''", "-o: expected a value, got nothing"),
+        ("align a b --output=", "--output: expected a value, got nothing"),
+        ("align a '' -o c", "arguments: expected a value, got nothing"),
         ("frobnicate", 'Unknown command "frobnicate"'),
         ("--frob", "--frob"),
     ],

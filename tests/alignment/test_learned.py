@@ -168,7 +168,7 @@ def test_spoilt_state(tmp_path: Path) -> None:
     a, p, q, x = pair()
     state = tmp_path / "state.safetensors"
     state.write_bytes(b"nonsense")
-    with pytest.raises(CosetError, match="delete it to start afresh"):
+    with pytest.raises(CosetError, match=r"not a readable state of learning.*give another name"):
         learn(a, p, q, match_activations(a, p, q, x), x, how=QUICK, spaces=SPACES, state=state)
 
 

@@ -261,7 +261,7 @@ def read_state(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             facts = file.metadata() or {}
             content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (OSError, SafetensorError) as error:
-        raise CosetError(f"{path}: not a readable state of learning: {error}; give another name, or delete it to start afresh") from None
+        raise CosetError(f"{path}: not a readable state of learning: {error}; give another name") from None
     if facts.get("coset") != "learning":
         raise CosetError(f"{path}: not a state of learning; give another name")
     return facts, content

@@ -232,20 +232,27 @@ def record(how: Matching, architecture: Architecture, data: Data | None, heldout
 
 
 @dataclass(frozen=True)
-class Refitted:
-    """A refitted model, its disagreement with the ends on held-out inputs before and after, where the inputs came from, and notes."""
+class Disagreement:
+    """Disagreement of a model with the ends on held-out inputs, before and after a refit."""
 
-    parameters: Mapping[str, Tensor]
     before: float
     after: float
-    source: str
-    samples: int
-    notes: tuple[str, ...]
 
     @property
     def worse(self) -> bool:
         """Whether the refit made the model worse, or what it is now cannot be compared (NaN)."""
         return not self.after <= self.before
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """A refitted model, how far it is from the ends, where the inputs came from, and notes."""
+
+    parameters: Mapping[str, Tensor]
+    disagreement: Disagreement
+    source: str
+    samples: int
+    notes: tuple[str, ...]
 
 
 def refit_merged(
@@ -280,9 +287,9 @@ def refit_merged(
             return sum(float(goal.loss(parameters, rows)) * len(rows) for rows in torch.split(torch.arange(held), 32)) / held
 
     fitted = refit(architecture, merged, ends, inputs[order[held:]], progress=progress)
-    before, after = loss(merged), loss(fitted.parameters)
-    result = Refitted(fitted.parameters, before, after, source, len(order) - held, tuple(f"refit, {note}" for note in fitted.notes))
-    if not result.worse:
-        return result
-    worse = f"refit: it made things WORSE: held-out disagreement {before:.6g} before, {after:.6g} after; give more inputs, or leave it out"
-    return replace(result, notes=(worse, *result.notes))
+    found_out = Disagreement(loss(merged), loss(fitted.parameters))
+    notes = [f"refit, {note}" for note in fitted.notes]
+    if found_out.worse:
+        figures = f"{found_out.before:.6g} before, {found_out.after:.6g} after"
+        notes.insert(0, f"refit: it made things WORSE: held-out disagreement {figures}; give more inputs, or leave it out")
+    return Refitted(fitted.parameters, found_out, source, len(order) - held, tuple(notes))

@@ -23,7 +23,19 @@ from coset.alignment.pair import Progress, Step
 from coset.architecture import Experts
 from coset.checkpoint.compatible import require_comparable
 from coset.checkpoint.files import check_output
-from coset.checkpoint.matching import Data, Refitted, check_state, find, find_all, heldout, read_matching_data, record, refit_merged, whole
+from coset.checkpoint.matching import (
+    Data,
+    Disagreement,
+    Refitted,
+    check_state,
+    find,
+    find_all,
+    heldout,
+    read_matching_data,
+    record,
+    refit_merged,
+    whole,
+)
 from coset.checkpoint.model import Block, Model, Saved, load, save, untie
 from coset.checkpoint.outputs import check_file
 from coset.errors import CosetError
@@ -107,7 +119,7 @@ class Written:
     history
         The matcher's own objective, step by step.
     refit
-        `merge` with a refit only: disagreement with the ends on held-out inputs before and after it.
+        `merge` with a refit only: disagreement with the ends before and after it.
     """
 
     path: Path
@@ -117,7 +129,7 @@ class Written:
     notes: tuple[str, ...] = ()
     matching: Mapping[str, str] = field(default_factory=dict)
     history: tuple[Step, ...] = ()
-    refit: tuple[float, float] | None = None
+    refit: Disagreement | None = None
 
 
 # --- spaces ---------------------------------------------------------------------------------------------------------
@@ -574,8 +586,8 @@ def merge(
     )
     more = (*notes, *(() if found is None else found.notes), *(() if fitted is None else fitted.notes), *_left_out(saved))
     history = () if found is None else found.history
-    ratio = None if fitted is None else (fitted.before, fitted.after)
-    return Written(saved.path, None, saved.rounding, notes=more, matching=matched, history=history, refit=ratio)
+    quality = None if fitted is None else fitted.disagreement
+    return Written(saved.path, None, saved.rounding, notes=more, matching=matched, history=history, refit=quality)
 
 
 def _refit(
@@ -598,11 +610,12 @@ def _refit(
 
 
 def _refit_record(fitted: Refitted) -> dict[str, str]:
+    quality = fitted.disagreement
     return {
         "refit": "every linear map was solved for, so this model is NOT on the line between the models and says nothing about its barrier",
         "refit_source": fitted.source,
         "refit_samples": str(fitted.samples),
-        "refit_disagreement_before": f"{fitted.before:.6g}",
-        "refit_disagreement_after": f"{fitted.after:.6g}",
-        **({"refit_warning": "this model is WORSE than the mean that it was refitted from"} if fitted.worse else {}),
+        "refit_disagreement_before": f"{quality.before:.6g}",
+        "refit_disagreement_after": f"{quality.after:.6g}",
+        **({"refit_warning": "this model is WORSE than the mean that it was refitted from"} if quality.worse else {}),
     }

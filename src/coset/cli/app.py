@@ -100,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     common, flags = DEFAULTS, dict[str, Any]()
     try:
+        _check_empty(arguments)
         verb, bound, _ = app.parse_args(arguments, print_error=False, exit_on_error=False)
         flags = _flags(bound)
         _check_numbers(flags)
@@ -132,6 +133,15 @@ def _flags(bound: BoundArguments) -> dict[str, Any]:
         elif bound.signature.parameters[name].kind is Parameter.KEYWORD_ONLY:
             flags[name] = value
     return flags
+
+
+def _check_empty(arguments: Sequence[str]) -> None:
+    """Refuse empty words: a path of nothing would be the current folder."""
+    for previous, word in pairwise(["", *arguments]):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            flag = word.rstrip("=") or previous
+            name = flag if flag.startswith("-") else "arguments"
+            raise CosetError(f"{name}: expected a value, got nothing; is a variable of the shell not set?")
 
 
 def _check_numbers(flags: Mapping[str, Any]) -> None:

@@ -94,10 +94,10 @@ def _report(written: Written, common: Common, **more: Any) -> None:
             f"{best.objective:.4g} ({best.name})."
         )
     if written.refit is not None:
-        before, after = written.refit
+        quality = written.refit
         show(
-            f"Refitted: disagreement with the ends on held-out inputs {before:.4g} before, {after:.4g} after"
-            f"{'.' if after <= before else ': WORSE than the plain mean.'} "
+            f"Refitted: disagreement with the ends on held-out inputs {quality.before:.4g} before, {quality.after:.4g} after"
+            f"{': WORSE than the plain mean.' if quality.worse else '.'} "
             "The output is not on the line between the models."
         )
     show(f"Written to {written.path}; relative rounding error {written.rounding:.2g}.")
@@ -313,8 +313,12 @@ def merge(
     more["matcher"] = None if no_align else how.matcher
     more["on_the_line"] = written.refit is None
     if written.refit is not None:
-        before, after = written.refit
-        more["refit"] = {"heldout_disagreement_before": before, "heldout_disagreement_after": after, "worse": not after <= before}
+        quality = written.refit
+        more["refit"] = {
+            "heldout_disagreement_before": quality.before,
+            "heldout_disagreement_after": quality.after,
+            "worse": quality.worse,
+        }
     _report(written, common, **more)
 
 
