@@ -285,7 +285,8 @@ def align(
 ) -> Alignment:
     """Express `other` as close to `reference` as the symmetries allow: same function as `other`, in the reference's gauge.
 
-    The reference is not touched. See :func:`find_match` for the parameters; both models are checked tensor by tensor first.
+    The reference is not touched. ``learned`` leaves the result gains of its own, where they are among the `spaces`. See :func:`find_match` for the
+    parameters; both models are checked tensor by tensor first.
 
     Examples
     --------

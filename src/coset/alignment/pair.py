@@ -35,7 +35,7 @@ class Match:
     Attributes
     ----------
     transform
-        Carries the other model to the reference, into the reference's gauge.
+        Carries the other model to the reference, into the reference's gauge; learned gains differ from the reference's.
     history
         The matcher's own objective at the start and after every step: squared distance in the gauge of the matching (weights), relative
         squared distance of activations, or the loss between the models.

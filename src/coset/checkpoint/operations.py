@@ -394,7 +394,7 @@ def align(
     matching: Progress | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write `other`, function unchanged, as close to `reference` as the symmetries allow, in the reference's gauge.
+    """Write `other`, function unchanged, as close to `reference` as the symmetries allow, in the reference's gauge (``learned``: but for gains).
 
     Parameters
     ----------
