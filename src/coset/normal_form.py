@@ -63,6 +63,8 @@ class Coordinate:
         Tensors outside the layers that it changes.
     needs
         Coordinates that must be folded with it: only then is it free.
+    offset
+        Of a norm's gain, what is subtracted from it where it is stored; None for every other coordinate.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Coordinate:
     put: Callable[[Parameters, Tensor], dict[str, Tensor]]
     changes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    offset: float | None = None
 
 
 def _outside(*names: str) -> tuple[str, ...]:
@@ -116,7 +119,7 @@ def _gain(architecture: Architecture, name: str, norm: Norm, layer: int | None) 
     def put(p: Parameters, gain: Tensor) -> dict[str, Tensor]:
         out = dict(p)
         if bool((gain == 0).any()):
-            raise CosetError(f"gauge coordinate {name}.gain holds a zero: no finite weights have that gain and this function")
+            raise CosetError(f"gauge coordinate {name}.gain holds a zero: what read the norm there left no trace, so it cannot be had back")
         for spec in read:
             out[spec.name] = _rows(out[spec.name], spec, 1 / gain)
         if f"{name}.bias" in out:
@@ -132,6 +135,7 @@ def _gain(architecture: Architecture, name: str, norm: Norm, layer: int | None) 
         take,
         put,
         _outside(f"{name}.gain", *((f"{name}.bias",) if norm.has_bias else ()), *(s.name for s in read)),
+        offset=norm.offset,
     )
 
 
@@ -516,6 +520,21 @@ def random_gauge(architecture: Architecture, own: Gauge, generator: torch.Genera
     return out
 
 
+def stored_exactly(architecture: Architecture, gauge: Gauge, instead: Gauge) -> dict[str, Tensor]:
+    """`gauge` with every norm's gain at the nearest value that bfloat16, and so every wider type, stores without rounding.
+
+    Readers are divided by the gain before they are stored: were the gain rounded afterwards, their product would not be what it was, the less so
+    the smaller a gain beside its offset. Lanes that would become zero or leave the range have the gain that they have in `instead`.
+    """
+    out = dict(gauge)
+    for name, value in gauge.items():
+        offset = coordinates(architecture)[name].offset
+        if offset is not None:
+            near = (value - offset).to(torch.bfloat16).to(value.dtype) + offset
+            out[name] = torch.where((near * value > 0) & torch.isfinite(near), near, instead[name])
+    return out
+
+
 def compatible_gauge(reference: Gauge, own: Gauge, floor: float = 1e-6) -> tuple[dict[str, Tensor], list[str]]:
     """The reference's gauge, with lanes replaced where its gain is too small to divide by.
 
@@ -533,8 +552,7 @@ def compatible_gauge(reference: Gauge, own: Gauge, floor: float = 1e-6) -> tuple
                 fallback = size if size > 0 else (own_size if own_size > 0 else torch.ones(()))
                 value = torch.where(small, fallback.to(value.dtype), value)
                 notes.append(
-                    f"{name}: the reference's gain is nearly zero on {int(small.sum())} lanes; "
-                    f"the result has gain {float(fallback):.3g} there"
+                    f"{name}: the reference's gain is nearly zero on {int(small.sum())} lanes; the result has gains of its own there"
                 )
         out[name] = value
     return out, notes

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from architecture_zoo import LAYER, attention, difference, distance, flags, function, model, of_layers
-from coset.alignment import Learning, Matching, Solvers, align, match
+from coset.alignment import Learning, Matching, Solvers, align, match, match_activations, probe_inputs
 from coset.alignment.matchers import find_match
 from coset.architecture import MLP, Architecture, Layer, Patches, uniform
 from coset.errors import CosetError
@@ -198,8 +198,31 @@ def test_a_gain_of_zero_in_the_other() -> None:
     found = align(ROPE, a, b)
     safe(ROPE, found.parameters, b)
     assert torch.allclose(found.parameters["layers.0.mlp_norm.gain"], a["layers.0.mlp_norm.gain"])
+    assert found.notes == (
+        "layers.0.mlp_norm.gain: the other model's gain is zero on 1 lanes; what reads it there is not seen and not kept, "
+        "so the transform has no inverse",
+    )
     with pytest.raises(CosetError, match="holds a zero"):
         found.transform.inverse()(found.parameters)
+
+
+def test_a_reference_of_zeros_leaves_the_other_as_it_is() -> None:
+    """Nothing of it can be matched: scales stay at one, and nothing overflows."""
+    a = uniform(pe="rope", layers=2, width=16, heads=2, vocab=17, mlp="swiglu")
+    p, q = (model(a, seed) for seed in (0, 1))
+    p = {n: x if n.endswith(".gain") else torch.zeros_like(x) for n, x in p.items()}
+    found = match_activations(a, p, q, probe_inputs(a, 20, length=9))
+    moved = found.transform(q)
+    safe(a, moved, q)
+    assert max(float(x.abs().max()) for x in moved.values()) < 1e2
+
+
+def test_activations_that_leave_the_range() -> None:
+    a = uniform(pe="rope", layers=2, width=16, heads=2, vocab=17, mlp="swiglu")
+    p, q = ({n: x.float() for n, x in model(a, seed).items()} for seed in (0, 1))
+    p["layers.0.mlp_norm.gain"][:3] = 1e30
+    with pytest.raises(CosetError, match=r"activations: what the models compute at layers\.\d.*leaves the range of torch.float32"):
+        match_activations(a, p, q, probe_inputs(a, 20, length=9))
 
 
 def test_a_gain_of_zero_under_a_bias_is_refused_with_a_way_out() -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from architecture_zoo import difference, distance, flags, function, model
 from coset.alignment import Learning, Match, Matching, align, learn, match_activations, probe_inputs
 from coset.alignment.learned import orthogonalised
-from coset.architecture import Architecture, uniform
+from coset.architecture import Architecture, Norm, uniform
 from coset.connect import score
 from coset.errors import CosetError
 from coset.parameters import Parameters
@@ -100,6 +102,27 @@ def test_gains_are_free_on_the_other_end() -> None:
     assert all(difference(fixed.transform(exact)[n], p[n].double()) <= 1e-12 for n in gains)
 
 
+def test_learned_gains_are_stored_without_rounding() -> None:
+    """Also near zero under the convention that stores gain - 1, where rounding would be far larger than the gain."""
+    a = uniform(pe="rope", layers=2, width=24, heads=4, vocab=31)
+    plus_one = Norm("rms", offset=1.0)
+    a = replace(a, layers=tuple(replace(x, attention_norm=plus_one, mlp_norm=plus_one) for x in a.layers))
+    p, q = (initialise(a, seed=s, generic=True) for s in (0, 1))
+    name = "layers.0.attention_norm.gain"
+    p[name][:4] = torch.tensor([-0.99609375, -0.95, -0.8, -(1 - 2.0**-17)])
+    x = probe_inputs(a, 60, length=9)
+    found = learn(a, p, q, match_activations(a, p, q, x), x, how=replace(QUICK, gain_rate=1.0), spaces=SPACES)
+    exact = {n: t.double() for n, t in q.items()}
+    moved = found.transform(exact)
+    assert difference(moved[name], p[name].double()) > 1e-2
+    assert torch.equal(moved[name][:3].bfloat16().double(), moved[name][:3])
+    stored = {n: t.bfloat16().double() if n.endswith("norm.gain") else t for n, t in moved.items()}
+    # The fourth lane cannot move on that grid: it keeps the reference's gain, which float32 holds.
+    stored[name][3] = moved[name][3].float().double()
+    assert float(moved[name][3]) == float(p[name][3])
+    assert difference(forward(a, stored, x), forward(a, exact, x)) <= 1e-9
+
+
 def test_gains_alone_can_be_learned() -> None:
     a, p, q, x = pair()
     start = match_activations(a, p, q, x, spaces=("gains",))
@@ -155,8 +178,19 @@ def test_same_seed_same_bytes_and_resumes(tmp_path: Path) -> None:
         learn(a, p, q, start, x, how=QUICK, spaces=SPACES, state=state, progress=interrupt)
     assert state.exists()
     # Another run's state is refused, and left alone.
-    with pytest.raises(CosetError, match="belongs to another run"):
-        learn(a, p, q, start, x, how=replace(QUICK, rate=0.5), spaces=SPACES, state=state)
+    without = tuple(s for s in SPACES if s != "gains")
+    for how, spaces, layers in ((replace(QUICK, rate=0.5), SPACES, None), (QUICK, without, None), (QUICK, SPACES, (0,))):
+        with pytest.raises(CosetError, match="belongs to another run"):
+            learn(a, p, q, start, x, how=how, spaces=spaces, layers=layers, state=state)
+    whole_state = state.read_bytes()
+    with safe_open(str(state), framework="pt") as file:
+        facts, content = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    first = next(iter(content))
+    for spoilt, told in (({**content, first: content[first] + 1}, facts), (content, facts | {"done": "7"}), ({}, facts)):
+        save_file(spoilt, state, told)
+        with pytest.raises(CosetError, match="not as it was written"):
+            learn(a, p, q, start, x, how=QUICK, spaces=SPACES, state=state)
+    state.write_bytes(whole_state)
     resumed = learn(a, p, q, start, x, how=QUICK, spaces=SPACES, state=state)
     assert not state.exists()
     assert [s.objective for s in resumed.history] == [s.objective for s in whole.history]
@@ -188,6 +222,21 @@ def test_divergence_keeps_the_best_state() -> None:
     assert any("not" in n or "nothing better" in n for n in found.notes)
     assert between(a, p, found.transform(q), x) <= between(a, p, start.transform(q), x) * (1 + 1e-6)
     assert found.transform.belongs()
+
+
+@pytest.mark.parametrize("rates", [{"rate": 1e30}, {"gain_rate": 1e6}, {"stream_rate": 1e6}])
+def test_absurd_rates_return_the_start(rates: dict[str, float]) -> None:
+    a, p, q, x = pair()
+    start = match_activations(a, p, q, x)
+    found = learn(a, p, q, start, x, how=replace(QUICK, **rates), spaces=SPACES)  # type: ignore[arg-type]
+    assert any("nothing better" in n for n in found.notes)
+    assert between(a, p, found.transform(q), x) <= between(a, p, start.transform(q), x) * (1 + 1e-6)
+
+
+def test_one_step_is_a_step() -> None:
+    a, p, q, x = pair()
+    found = learn(a, p, q, match_activations(a, p, q, x), x, how=replace(QUICK, steps=1), spaces=SPACES)
+    assert found.history[1].objective != found.history[0].objective
 
 
 def test_patience_stops_early() -> None:
@@ -241,6 +290,7 @@ def test_bad_settings() -> None:
         {"batch": 0},
         {"stream_rate": float("nan")},
         {"gain_rate": -0.1},
+        {"rate": True},
         {"places": ()},
         {"places": (0.5, 1.0)},
     ):

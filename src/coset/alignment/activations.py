@@ -26,6 +26,7 @@ from coset.alignment.neurons import solve_scales
 from coset.alignment.pair import Match, Pair, Progress, Step
 from coset.alignment.stream import StreamProducts
 from coset.architecture import Architecture, Experts
+from coset.errors import CosetError
 from coset.groups import Element, GeneralLinear, Group, Monomial, MonomialElement, Wreath, WreathElement, assignment
 from coset.normal_form import fold
 from coset.objective import check_inputs
@@ -242,10 +243,14 @@ def _neurons(
     if group.scales == "sign":
         return MonomialElement(order, torch.where(correlation[lanes, order] < 0, -1.0, 1.0).to(correlation.dtype)), reached
     a, b = down[0], down[1][order]
-    tiny = torch.finfo(correlation.dtype).tiny
-    hidden, written = sizes[0].clamp_min(tiny), a.square().sum(-1).clamp_min(tiny)
-    alpha, beta = covariance[lanes, order] / hidden, (a * b).sum(-1) / written
-    p, q = sizes[1][order] / hidden, b.square().sum(-1) / written
+
+    def over(x: Tensor, size: Tensor) -> Tensor:
+        """x relative to A's size; nothing where A has none, and no scale brings B closer."""
+        return torch.where(size > 0, x / torch.where(size > 0, size, torch.ones_like(size)), torch.zeros_like(size))
+
+    hidden, written = sizes[0], a.square().sum(-1)
+    alpha, beta = over(covariance[lanes, order], hidden), over((a * b).sum(-1), written)
+    p, q = over(sizes[1][order], hidden), over(b.square().sum(-1), written)
     asleep = correlation[lanes, order] == 0
     # Of a neuron that no input wakes only what it would write can be compared: there the best scale is a ratio of norms.
     still = torch.where(q > 0, q, torch.ones_like(q)).sqrt()
@@ -279,6 +284,12 @@ def gather(pair: Pair, a: Parameters, b: Parameters, inputs: Tensor, dtype: torc
         batch=max(1, _TOKENS // positions),
         progress=None if progress is None else lambda done, total: progress("activations", done, total),
     )
+    sums = {site: m.square for part in (products.joint, products.stream) for site, m in part.items()}
+    for site, total in (sums | {site: c.product for site, c in products.neurons.items()}).items():
+        if not bool(torch.isfinite(total).all()):
+            raise CosetError(
+                f"activations: what the models compute at {site} leaves the range of {dtype}; the matcher weights does not run them"
+            )
     return products
 
 

@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +34,7 @@ from coset.architecture import Architecture
 from coset.errors import CosetError, require_whole
 from coset.groups import Element, Group, Orthogonal
 from coset.groups.composite import map_leaves
-from coset.normal_form import coordinates, unfold
+from coset.normal_form import coordinates, stored_exactly, unfold
 from coset.objective import Agreement, Task
 from coset.parameters import Parameters, tensors
 from coset.transform import Transform, move
@@ -83,19 +84,25 @@ class Learning:
         for name in ("steps", "batch", "every", *(() if self.patience is None else ("patience",))):
             require_whole(f"learning: {name}", getattr(self, name), least=1)
         for name in ("stream_rate", "rate", "gain_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if not (_number(getattr(self, name)) and 0 <= getattr(self, name) < math.inf):
                 raise CosetError(f"learning: {name} must be a number that is not negative, got {getattr(self, name)}")
-        if not self.places or not all(0 < t < 1 for t in self.places):
+        if not self.places or not all(_number(t) and 0 < t < 1 for t in self.places):
             raise CosetError(f"learning: places must lie inside the segment, between 0 and 1, got {self.places}")
         for name in ("momentum", "warmup", "validation"):
-            if not 0 <= getattr(self, name) < 1:
+            if not (_number(getattr(self, name)) and 0 <= getattr(self, name) < 1):
                 raise CosetError(f"learning: {name} must lie in [0, 1), got {getattr(self, name)}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 DEFAULT_LEARNING = Learning()
 
 _GAIN = 1e-6
 """A state must be better by this fraction to replace another: between models that are the same function there is only rounding to gain."""
+_WIDEST = math.log(100)
+"""Gains stay within this factor of the reference's, so that weights of 16 bits keep their range."""
 _HELD_OUT = 256
 """No more inputs than these are held out: every look runs all of them."""
 
@@ -199,17 +206,25 @@ class _Gains:
         self.best = dict(self.log)
         self.leaves = {name: _Leaf(log.shape, how.gain_rate) for name, log in self.log.items()}
 
-    def write(self, normal: Parameters, log: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A normal form as a model of the whole architecture; differentiable in both."""
-        return unfold(self.pair.architecture, normal, self.rest | {name: x.exp() for name, x in log.items()})
+    def write(self, normal: Parameters, ratios: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A normal form as a model of the whole architecture, its gains `ratios` times those at rest; differentiable in both."""
+        return unfold(self.pair.architecture, normal, self.rest | dict(ratios))
 
     def advance(self, gradient: Mapping[str, Tensor], count: int, factor: float) -> None:
         """One step of the optimiser."""
-        self.log = {name: x + self.leaves[name].step(gradient[name], count, factor) for name, x in self.log.items()}
+        moved = {name: x + self.leaves[name].step(gradient[name], count, factor) for name, x in self.log.items()}
+        self.log = {name: x.clamp(-_WIDEST, _WIDEST) for name, x in moved.items()}
 
-    def target(self) -> dict[str, Tensor]:
-        """The gauge in which the other model is written, in the best state."""
-        return self.pair.target | {name: self.pair.target[name] * x.exp() for name, x in self.best.items()}
+    def target(self, log: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gauge in which the other model is written: gains that moved, at values that are stored without rounding."""
+        own = self.pair.target
+        exact = stored_exactly(self.pair.architecture, own | {name: own[name] * x.exp() for name, x in log.items()}, own)
+        return own | {name: torch.where(x == 0, own[name], exact[name]) for name, x in log.items()}
+
+    def ratios(self) -> dict[str, Tensor]:
+        """The gains in which the other model would be written now, over the reference's."""
+        target = self.target(self.log)
+        return {name: target[name] / self.pair.target[name] for name in self.log}
 
 
 def free_gains(pair: Pair) -> tuple[str, ...]:
@@ -264,7 +279,17 @@ def read_state(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise CosetError(f"{path}: not a readable state of learning: {error}; give another name") from None
     if facts.get("coset") != "learning":
         raise CosetError(f"{path}: not a state of learning; give another name")
+    if facts.get("digest") != _digest(facts, content):
+        raise CosetError(f"{path}: this state of learning is not as it was written; give another name")
     return facts, content
+
+
+def _digest(facts: Mapping[str, str], content: Mapping[str, Tensor]) -> str:
+    """A hash of all that a state holds."""
+    digest = hashlib.sha256(json.dumps(sorted(item for item in facts.items() if item[0] != "digest")).encode())
+    for name, x in sorted(content.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode() + x.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def learn(
@@ -333,7 +358,8 @@ def learn(
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     plain = [{name: p[name].to(dtype) for name in tensors(architecture)} for p in (reference, other)]
     goal = Task(architecture, inputs, targets) if task else Agreement(architecture, plain, inputs)
-    run = _Run(ends, gains, goal, how, seed, dtype, state, _identity_of(start, inputs, targets, how, seed, task))
+    identity = _identity_of(start, inputs, targets, [asdict(how), seed, task, sorted(spaces), pair.layers])
+    run = _Run(ends, gains, goal, how, seed, dtype, state, identity)
     history, notes = run.go(progress)
     element = {}
     for key in pair.groups:
@@ -347,12 +373,12 @@ def learn(
                 # Hundreds of products leave it orthogonal to rounding only.
                 g = group.best(g)
         element[key] = g
-    return Match(Transform(architecture, element, pair.source, gains.target()), tuple(history), (*pair.notes, *notes))
+    return Match(Transform(architecture, element, pair.source, gains.target(gains.best)), tuple(history), (*pair.notes, *notes))
 
 
-def _identity_of(start: Match, inputs: Tensor, targets: Tensor | None, how: Learning, seed: int, task: bool) -> str:
+def _identity_of(start: Match, inputs: Tensor, targets: Tensor | None, settings: Sequence[Any]) -> str:
     """What a saved state belongs to."""
-    digest = hashlib.sha256(json.dumps([asdict(how), seed, task]).encode())
+    digest = hashlib.sha256(json.dumps(settings).encode())
     groups = start.transform.groups()
     for key, g in sorted(start.transform.element.items()):
         for name, leaf in sorted(groups[key].leaves(g).items()):
@@ -388,17 +414,17 @@ class _Run:
         """Normal forms of both ends."""
         return [end.weights(end.element, self.dtype) for end in self.ends]
 
-    def between(self, sides: Sequence[Parameters], log: Mapping[str, Tensor], t: float) -> dict[str, Tensor]:
+    def between(self, sides: Sequence[Parameters], ratios: Mapping[str, Tensor], t: float) -> dict[str, Tensor]:
         """The model at t of the segment."""
-        a, b = self.gains.write(sides[0], {}), self.gains.write(sides[1], log)
+        a, b = self.gains.write(sides[0], {}), self.gains.write(sides[1], ratios)
         return {name: (1 - t) * x + t * b[name] for name, x in a.items()}
 
     def look(self) -> float:
         """Loss on the held-out inputs, mean over the places."""
-        sides, total = self.ends_now(), 0.0
+        sides, ratios, total = self.ends_now(), self.gains.ratios(), 0.0
         with torch.no_grad():
             for t in self.how.places:
-                between = self.between(sides, self.gains.log, t)
+                between = self.between(sides, ratios, t)
                 parts = torch.split(self.held, max(1, self.how.batch))
                 total += sum(float(self.goal.loss(between, rows)) * len(rows) for rows in parts) / len(self.held)
         return total / len(self.how.places)
@@ -409,7 +435,7 @@ class _Run:
         rows = self.train[torch.randint(len(self.train), (min(self.how.batch, len(self.train)),), generator=generator)]
         sides, t = self.ends_now(), self.how.places[(count - 1) % len(self.how.places)]
         held = [{name: x.detach().requires_grad_() for name, x in p.items()} for p in (*sides, self.gains.log)]
-        loss = self.goal.loss(self.between(held[:2], held[2], t), rows)
+        loss = self.goal.loss(self.between(held[:2], {name: x.exp() for name, x in held[2].items()}, t), rows)
         if not bool(torch.isfinite(loss)):
             return False
         found = iter(torch.autograd.grad(loss, [x for p in held for x in p.values()], allow_unused=True))
@@ -417,7 +443,7 @@ class _Run:
         if not all(bool(torch.isfinite(g).all()) for p in gradients for g in p.values()):
             return False
         warm = max(1, round(self.how.warmup * self.how.steps))
-        factor = count / warm if count < warm else (self.how.steps - count) / max(1, self.how.steps - warm)
+        factor = count / warm if count <= warm else (self.how.steps - count) / max(1, self.how.steps - warm)
         for end, weights, upstream in zip(self.ends, sides, gradients, strict=False):
             end.advance(end.gradient(weights, upstream), count, factor)
         self.gains.advance(gradients[2], count, factor)
@@ -435,10 +461,14 @@ class _Run:
         waited = 0
         while done < self.how.steps:
             done += 1
-            fine = self.step(done)
-            if fine and done % self.how.every and done != self.how.steps:
-                continue
-            loss = self.look() if fine else math.nan
+            try:
+                fine = self.step(done)
+                if fine and done % self.how.every and done != self.how.steps:
+                    continue
+                loss = self.look() if fine else math.nan
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+                # Too long a step has left an element without an inverse.
+                loss = math.nan
             if not math.isfinite(loss):
                 notes.append(f"learning: the loss stopped being finite at step {done}; the best state before is kept; try lower rates")
                 break
@@ -476,6 +506,7 @@ class _Run:
             content |= {f"gains/now/{name}": self.gains.log[name].clone(), f"gains/best/{name}": self.gains.best[name].clone()}
             content |= {f"gains/first/{name}": leaf.first, f"gains/second/{name}": leaf.second}
         facts = {"coset": "learning", "identity": self.identity, "done": str(done), "losses": json.dumps(self.losses)}
+        facts["digest"] = _digest(facts, content)
         temporary = self.state.with_name(f".{self.state.name}.tmp")
         try:
             save_file(content, temporary, facts)

@@ -101,6 +101,12 @@ class Pair:
             raise CosetError(f"layers: {wrong} of {len(architecture.layers)} layers do not exist; count from 0")
         self.source = read_gauge(architecture, other, self.names)
         self.target, self.notes = compatible_gauge(read_gauge(architecture, reference, self.names), self.source)
+        self.notes += [
+            f"{name}: the other model's gain is zero on {int((value == 0).sum())} lanes; what reads it there is not seen and not kept, "
+            "so the transform has no inverse"
+            for name, value in self.source.items()
+            if name.endswith(".gain") and bool((value == 0).any())
+        ]
 
     def normal(self, parameters: Parameters) -> dict[str, Tensor]:
         """All tensors of a model in normal form, float64."""
