@@ -46,28 +46,30 @@ class Products:
         self.pair = pair
         self.joint: dict[str, Moments] = {}
         self.neurons: dict[str, Cross] = {}
-        self.stream: dict[str, Moments] = {}
+        self.stream: dict[str, Cross] = {}
+        # Least squares need the other model's own products as well; an isometry leaves them alone.
+        self.grams: dict[str, Moments] = {}
 
     def visit(self, site: str, x: Tensor, y: Tensor) -> None:
         """Accumulate one batch of a site."""
         if site.endswith(".input"):
             if "stream" in self.pair.groups:
-                self._add(self.stream, site, x, y)
+                rows = [z.reshape(-1, z.shape[-1]) for z in (x, y)]
+                self.stream.setdefault(site, Cross.zero(x.shape[-1])).add(*rows)
+                if isinstance(self.pair.groups["stream"], GeneralLinear):
+                    self.grams.setdefault(site, Moments.zero(x.shape[-1])).add(rows[1])
             return
         if not site.startswith("layers."):
             return
         _, layer, part, what = (*site.split("."), "")[:4]
         if what in ("q", "k", "v", "heads") and self.pair.moves(int(layer), "heads"):
             lanes = x.ndim - 2
-            self._add(self.joint, site, x.flatten(-lanes), y.flatten(-lanes))
+            both = torch.cat([x.flatten(-lanes), y.flatten(-lanes)], -1)
+            self.joint.setdefault(site, Moments.zero(both.shape[-1])).add(both)
         elif what == "hidden" and part == "mlp" and self.pair.moves(int(layer), "neurons"):
             experts = isinstance(self.pair.folded.layers[int(layer)].mlp, Experts)
             rows = [z.flatten(-2) if experts else z for z in (x, y)]
             self.neurons.setdefault(site, Cross.zero(rows[0].shape[-1])).add(*rows)
-
-    @staticmethod
-    def _add(into: dict[str, Moments], site: str, x: Tensor, y: Tensor) -> None:
-        into.setdefault(site, Moments.zero(2 * x.shape[-1])).add(torch.cat([x, y], -1))
 
 
 def _solve_stream(pair: Pair, products: Products) -> tuple[Element, list[Step]]:
@@ -77,12 +79,15 @@ def _solve_stream(pair: Pair, products: Products) -> tuple[Element, list[Step]]:
     end). Measured: equal weights leave higher barriers, the more so the deeper the model; the power hardly matters (docs/matching.md).
     """
     group, d = pair.groups["stream"], pair.folded.width
-    total = torch.zeros(2 * d, 2 * d, dtype=torch.float64)
-    for site, moments in products.stream.items():
+    cross, other, sizes = (torch.zeros(*shape, dtype=torch.float64) for shape in ((d, d), (d, d), (2,)))
+    for site, found in products.stream.items():
         behind = 1 + (len(pair.folded.layers) - int(site.split(".")[1]) if site.startswith("layers.") else 0)
-        moment = moments.mean()
-        total += behind**3 * moment / moment.diagonal().sum().clamp_min(1e-300)
-    own, cross, other = total[:d, :d], total[d:, :d], total[d:, d:]
+        size = torch.stack([s.sum() for s in found.squares])
+        weight = behind**3 / size.sum().clamp_min(1e-300)
+        cross += weight * found.product.mT
+        sizes += weight * size
+        if site in products.grams:
+            other += weight * products.grams[site].square
     if isinstance(group, GeneralLinear):
         element = _least_squares(group, other, cross)
     else:
@@ -91,8 +96,8 @@ def _solve_stream(pair: Pair, products: Products) -> tuple[Element, list[Step]]:
         element = sums.solve(group)[0]
 
     def gap(g: Element) -> float:
-        moved = group.act(g, group.act(g, other).mT)
-        return float((own.trace() + moved.trace() - 2 * group.act(g, cross.mT).trace()) / own.trace())
+        moved = group.act(g, group.act(g, other).mT).trace() if isinstance(group, GeneralLinear) else sizes[1]
+        return float((sizes[0] + moved - 2 * group.act(g, cross.mT).trace()) / sizes[0])
 
     return element, [Step("start", gap(group.identity())), Step("stream", gap(element))]
 
@@ -284,8 +289,8 @@ def gather(pair: Pair, a: Parameters, b: Parameters, inputs: Tensor, dtype: torc
         batch=max(1, _TOKENS // positions),
         progress=None if progress is None else lambda done, total: progress("activations", done, total),
     )
-    sums = {site: m.square for part in (products.joint, products.stream) for site, m in part.items()}
-    for site, total in (sums | {site: c.product for site, c in products.neurons.items()}).items():
+    sums = {site: c.product for part in (products.stream, products.neurons) for site, c in part.items()}
+    for site, total in (sums | {site: m.square for site, m in products.joint.items()}).items():
         if not bool(torch.isfinite(total).all()):
             raise CosetError(
                 f"activations: what the models compute at {site} leaves the range of {dtype}; the matcher weights does not run them"
