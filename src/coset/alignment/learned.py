@@ -388,6 +388,11 @@ def _identity_of(start: Match, inputs: Tensor, targets: Tensor | None, settings:
     return digest.hexdigest()
 
 
+def _between(ends: Sequence[Parameters], t: float) -> dict[str, Tensor]:
+    """The model at t of the segment."""
+    return {name: (1 - t) * x + t * ends[1][name] for name, x in ends[0].items()}
+
+
 class _Run:
     """The loop: batches, steps, looks at held-out inputs, best state, and the file to resume from."""
 
@@ -414,17 +419,17 @@ class _Run:
         """Normal forms of both ends."""
         return [end.weights(end.element, self.dtype) for end in self.ends]
 
-    def between(self, sides: Sequence[Parameters], ratios: Mapping[str, Tensor], t: float) -> dict[str, Tensor]:
-        """The model at t of the segment."""
-        a, b = self.gains.write(sides[0], {}), self.gains.write(sides[1], ratios)
-        return {name: (1 - t) * x + t * b[name] for name, x in a.items()}
+    def written(self, sides: Sequence[Parameters], ratios: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Both ends as models of the whole architecture."""
+        return [self.gains.write(sides[0], {}), self.gains.write(sides[1], ratios)]
 
     def look(self) -> float:
         """Loss on the held-out inputs, mean over the places."""
-        sides, ratios, total = self.ends_now(), self.gains.ratios(), 0.0
+        total = 0.0
         with torch.no_grad():
+            ends = self.written(self.ends_now(), self.gains.ratios())
             for t in self.how.places:
-                between = self.between(sides, ratios, t)
+                between = _between(ends, t)
                 parts = torch.split(self.held, max(1, self.how.batch))
                 total += sum(float(self.goal.loss(between, rows)) * len(rows) for rows in parts) / len(self.held)
         return total / len(self.how.places)
@@ -435,7 +440,8 @@ class _Run:
         rows = self.train[torch.randint(len(self.train), (min(self.how.batch, len(self.train)),), generator=generator)]
         sides, t = self.ends_now(), self.how.places[(count - 1) % len(self.how.places)]
         held = [{name: x.detach().requires_grad_() for name, x in p.items()} for p in (*sides, self.gains.log)]
-        loss = self.goal.loss(self.between(held[:2], {name: x.exp() for name, x in held[2].items()}, t), rows)
+        ends = self.written(held[:2], {name: x.exp() for name, x in held[2].items()})
+        loss = self.goal.loss(_between(ends, t), rows)
         if not bool(torch.isfinite(loss)):
             return False
         found = iter(torch.autograd.grad(loss, [x for p in held for x in p.values()], allow_unused=True))
@@ -444,7 +450,7 @@ class _Run:
             return False
         warm = max(1, round(self.how.warmup * self.how.steps))
         factor = count / warm if count <= warm else (self.how.steps - count) / max(1, self.how.steps - warm)
-        for end, weights, upstream in zip(self.ends, sides, gradients, strict=False):
+        for end, weights, upstream in zip(self.ends, sides, gradients[:2], strict=True):
             end.advance(end.gradient(weights, upstream), count, factor)
         self.gains.advance(gradients[2], count, factor)
         return True
